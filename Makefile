@@ -95,6 +95,7 @@ slides: setup
 
 site: setup $(if $(STUDENT),student)
 	rm -rf out/$(SITE)
+	$(if $(STUDENT),,$(BIN)/python site/pyodide.py)
 	$(BIN)/python -m sphinx -q -E -W --keep-going -d out/doctrees -c $(COURSE)/site $(COURSE) out/$(SITE)
 	@echo "out/$(SITE)/index.html is the start page"
 

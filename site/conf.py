@@ -22,6 +22,7 @@ sys.path[:0] = [str(SITE.parent), str(SITE)]  # autodoc describes these files, n
 
 import links  # noqa: E402
 import live  # noqa: E402
+import pyodide  # noqa: E402
 
 from brigade.course.table.modules import HAS_SOLUTIONS, MODULES  # noqa: E402
 
@@ -148,10 +149,13 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.add_transform(LinkToFile)
     app.connect("source-read", list_modules)
+    app.connect("source-read", pyodide.choose_content)
+    app.connect("source-read", live.add_measurements)
     app.connect("doctree-read", describe_plots)
     app.connect("doctree-read", live.add_to_chapter)
     app.connect("autodoc-process-docstring", keep_layout)
     app.connect("html-page-context", describe_page)
     app.connect("html-page-context", live.add_scripts)
     app.connect("build-finished", shrink_scripts)
+    app.connect("build-finished", pyodide.copy_program)
     app.connect("build-finished", check_links)

@@ -18,10 +18,12 @@ from importlib import resources
 from pathlib import Path
 
 import nbformat
+import numpy as np
 from matplotlib.font_manager import FontProperties
 from matplotlib.mathtext import math_to_image
 from nbconvert import SlidesExporter
 from nbformat import NotebookNode
+from PIL import Image
 
 from brigade.course.table.modules import ROOT
 from tools.for_modules import run_for_modules
@@ -37,6 +39,8 @@ WIDEST = 84  # characters that fit on a line of code or output
 SHORT = 70  # words that a slide shows in full
 NOTES = {"slideshow": {"slide_type": "notes"}}
 FORMULA_PT = 22
+TALL = 0.8  # a taller figure, relative to its width, is small on a slide
+DARK, TICKS = 128, 12  # the line below a panel is darker, and its ticks are shorter, in pixels
 
 
 def write_decks(number: str | None = None) -> int:
@@ -112,10 +116,41 @@ def split_cell(cell: NotebookNode) -> Iterator[NotebookNode]:
     cell.metadata["transient"] = {"remove_source": True}
     for output in cell.outputs:
         metadata = cell.metadata
-        for page in split_text(output.text) if "text" in output else [None]:
-            shown = output if page is None else nbformat.v4.new_output("stream", text=page)
+        for shown in split_output(output):
             yield nbformat.v4.new_code_cell(cell.source, metadata=metadata, outputs=[shown])
             metadata = {**metadata, "slideshow": {"slide_type": "subslide"}}
+
+
+def split_output(output: NotebookNode) -> list[NotebookNode]:
+    """Return an output in parts that fit on a slide."""
+    if "text" in output:
+        return [nbformat.v4.new_output("stream", text=page) for page in split_text(output.text)]
+    if "image/png" not in output.get("data", {}):
+        return [output]
+    figures = split_figure(base64.b64decode(output.data["image/png"]))
+    images = [{"image/png": base64.b64encode(figure).decode()} for figure in figures]
+    return [nbformat.v4.new_output("display_data", data=image, metadata=output.metadata) for image in images]
+
+
+def split_figure(png: bytes) -> list[bytes]:
+    """Return a tall figure with several panels in two halves, which a slide can show larger.
+
+    Both halves have what is below the last panel: the axis and the legend. A panel ends with a dark line.
+    """
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    lines = [int(row) for row in np.flatnonzero((np.asarray(image.convert("L")) < DARK).mean(axis=1) > 0.75)]
+    ends = [row for row, after in zip(lines, [*lines[1:], image.height], strict=True) if after - row > TICKS]
+    if image.height < TALL * image.width or len(ends) < 3:
+        return [png]
+    cut, last = ends[(len(ends) - 1) // 2] + TICKS, ends[-1]
+    axis = image.crop((0, last, image.width, image.height))
+    upper = Image.new("RGB", (image.width, cut - TICKS + axis.height))
+    upper.paste(image.crop((0, 0, image.width, cut - TICKS)), (0, 0))
+    upper.paste(axis, (0, cut - TICKS))
+    halves = [io.BytesIO(), io.BytesIO()]
+    upper.save(halves[0], format="PNG")
+    image.crop((0, cut, image.width, image.height)).save(halves[1], format="PNG")
+    return [half.getvalue() for half in halves]
 
 
 def split_text(text: str) -> list[str]:

@@ -57,15 +57,12 @@
     };
   }
 
-  /** Draw the exposed time against the size of a bucket, on logarithmic axes, and mark the chosen size. */
-  function drawCurve({link, ranks, bucket}, width) {
-    const height = 170;
-    const svg = make("svg:svg", {width, height, role: "img", "aria-label": "Exposed time against the size of a bucket"});
-    const values = BUCKETS_MIB.map((mib) => 1e3 * costModel.simulateBuckets(link, ranks, mib * MIB).exposed);
-    const lowest = Math.floor(Math.log10(Math.min(...values)));
-    const highest = Math.ceil(Math.log10(Math.max(...values)));
+  /** Return a picture with logarithmic axes, which begin at 1 MiB and at 10 ** lowest ms, and what places values there. */
+  function drawAxes(title, width, height, {ticks, lowest, highest, names}) {
+    const svg = make("svg:svg", {width, height, role: "img", "aria-label": title});
     const left = 58;
-    const findX = (mib) => left + 8 + (width - left - 24) * Math.log(mib) / Math.log(BUCKETS_MIB.at(-1));
+    const [first, last] = [ticks[0], ticks.at(-1)].map(Math.log);
+    const findX = (mib) => left + 12 + (width - left - 34) * (Math.log(mib) - first) / (last - first);
     const findY = (ms) => 26 + (height - 62) * (highest - Math.log10(ms)) / (highest - lowest);
     const write = (x, y, text, anchor) => svg.append(make("svg:text", {x, y, "text-anchor": anchor}, text));
     for (let power = lowest; power <= highest; power++) {
@@ -73,13 +70,45 @@
       svg.append(make("svg:line", {class: "grid", x1: left, x2: width, y1: y, y2: y}));
       write(left - 5, y + 4, String(Number((10 ** power).toPrecision(1))), "end");
     }
-    for (const mib of [1, 4, 16, 64, 384]) write(findX(mib), height - 20, String(mib), "middle");
-    write(2, 12, "exposed (ms)", "start");
-    write(width - 2, height - 4, "size of a bucket (MiB)", "end");
-    const points = values.map((ms, index) => `${findX(BUCKETS_MIB[index])},${findY(ms)}`).join(" ");
-    const chosen = {cx: findX(bucket), cy: findY(values[BUCKETS_MIB.indexOf(bucket)]), r: 6, fill: COLOURS.exposed};
-    svg.append(make("svg:polyline", {class: "curve", points}), make("svg:circle", chosen));
+    for (const mib of ticks) write(findX(mib), height - 20, String(Number(mib.toPrecision(5))).slice(0, 5), "middle");
+    write(2, 12, names[1], "start");
+    write(width - 2, height - 4, names[0], "end");
+    const curve = (points) => svg.append(make("svg:polyline", {class: "curve", points: points.map(([mib, ms]) => `${findX(mib)},${findY(ms)}`).join(" ")}));
+    const point = (mib, ms, attributes) => svg.append(make("svg:circle", {cx: findX(mib), cy: findY(ms), ...attributes}));
+    return {svg, curve, point};
+  }
+
+  /** Draw the exposed time against the size of a bucket, and mark the chosen size. */
+  function drawCurve({link, ranks, bucket}, width) {
+    const values = BUCKETS_MIB.map((mib) => 1e3 * costModel.simulateBuckets(link, ranks, mib * MIB).exposed);
+    const {svg, curve, point} = drawAxes("Exposed time against the size of a bucket", width, 170, {
+      ticks: [1, 4, 16, 64, 384], lowest: Math.floor(Math.log10(Math.min(...values))), highest: Math.ceil(Math.log10(Math.max(...values))),
+      names: ["size of a bucket (MiB)", "exposed (ms)"]});
+    curve(values.map((ms, index) => [BUCKETS_MIB[index], ms]));
+    point(bucket, values[BUCKETS_MIB.indexOf(bucket)], {r: 6, fill: COLOURS.exposed});
     return svg;
+  }
+
+  /** Draw measured all-reduces, lists of bytes, ranks and ms, and the model's line for the chosen settings. */
+  function drawMeasured({link, ranks}, width, measured) {
+    const compute = (nbytes) => 1e3 * costModel.computeSeconds(link, "all_reduce", nbytes, ranks);
+    const [lowest, highest] = [-2, 3];
+    const {svg, curve, point} = drawAxes("Time of an all-reduce against its size", width, 250,
+      {ticks: [1 / 32, 1, 32, 1024, 16384], lowest, highest, names: ["size (MiB)", "time (ms)"]});
+    const sizes = Array.from({length: 40}, (_, index) => 2 ** (index / 39 * 19 - 5));
+    curve(sizes.map((mib) => [mib, Math.min(10 ** highest, Math.max(10 ** lowest, compute(mib * MIB)))]));
+    const own = measured.filter((one) => one[1] === ranks);
+    for (const [nbytes, n, ms] of measured) point(nbytes / MIB, ms, n === ranks ? {r: 5, fill: COLOURS.exposed} : {r: 3, class: "other"});
+    const ratios = own.map(([nbytes, , ms]) => compute(nbytes) / ms).sort((one, other) => one - other);
+    return {
+      figures: [svg],
+      numbers: [
+        ["latency", "latencies", formatMs(compute(0) / 1e3)],
+        ["gigabyte", "an all-reduce of 1 GiB", formatMs(compute(1024 * MIB) / 1e3)],
+        ["points", `measured on ${ranks} ranks`, String(own.length)],
+        ["ratio", "computed ÷ measured", own.length ? `${ratios[0].toFixed(2)} to ${ratios.at(-1).toFixed(2)}` : "–"],
+      ],
+    };
   }
 
   function drawPrefetch({link, ranks, prefetch}, width) {
@@ -141,6 +170,8 @@
     buckets: {draw: drawBuckets, controls: [
       {name: "bucket", label: "size of a bucket", unit: "MiB", first: 25, values: BUCKETS_MIB},
       ...LINK_CONTROLS, ALGORITHM]},
+    measured: {draw: drawMeasured, controls: [
+      ...LINK_CONTROLS.map((control) => ({...control, first: {beta: 200, ranks: 16, cards: 8}[control.name] ?? control.first})), ALGORITHM]},
     prefetch: {draw: drawPrefetch, controls: [
       {name: "prefetch", label: "prefetch", unit: "", first: 1, values: [0, 1, 2, 3]}, ...LINK_CONTROLS]},
   };
@@ -148,6 +179,7 @@
   /** Fill an element with sliders, numbers and figures. */
   function start(element) {
     const {draw, controls} = MODELS[element.dataset.model];
+    const data = JSON.parse(element.querySelector("script")?.textContent ?? null);
     const sliders = element.appendChild(make("div", {class: "sliders"}));
     const numbers = element.appendChild(make("div", {class: "numbers", role: "status"}));
     const figures = element.appendChild(make("div", {class: "figures"}));
@@ -157,7 +189,7 @@
       if (!figures.clientWidth) return; // the page has no layout yet
       const bytesPerS = 1.25e8 * settings.beta * settings.cards;
       const link = {latencyS: 1e-6 * settings.alpha, bytesPerS, algorithm: settings.algorithm};
-      const drawn = draw({...settings, link}, figures.clientWidth);
+      const drawn = draw({...settings, link}, figures.clientWidth, data);
       showNumbers(numbers, drawn.numbers);
       figures.replaceChildren(...drawn.figures);
     }

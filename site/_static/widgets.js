@@ -36,14 +36,19 @@ const widgets = (() => {
     history.replaceState(null, "", `#${address}`);
   }
 
-  /** Add a slider over `values`, or a menu of `options`. Return functions that get its value, and set it from a text. */
+  /** Add a slider over `values`, or a menu of `options`. Return functions that get its value, and set it from a
+   * text. `set` returns whether the control has this value. */
   function addControl(element, {label, name, values, options, first, unit = "", format}, onInput) {
     const row = element.appendChild(make("label", {}, label));
     if (options) {
       const menu = row.appendChild(make("select", {name}));
       menu.append(...Object.entries(options).map(([value, text]) => make("option", {value}, text)));
       menu.addEventListener("change", onInput);
-      return {get: () => menu.value, set: (text) => { if (text in options) menu.value = text; }};
+      const set = (text) => {
+        if (Object.hasOwn(options, text)) menu.value = text;
+        return menu.value === text;
+      };
+      return {get: () => menu.value, set};
     }
     const output = row.appendChild(make("output"));
     const slider = row.appendChild(make("input", {type: "range", name, min: 0, max: values.length - 1, value: values.indexOf(first)}));
@@ -61,6 +66,7 @@ const widgets = (() => {
       const index = values.findIndex((value) => String(value) === text);
       if (index >= 0) slider.value = index;
       show();
+      return index >= 0;
     };
     return {get, set};
   }
@@ -76,10 +82,24 @@ const widgets = (() => {
     const read = () => added.forEach(([name, control]) => { settings[name] = control.get(); });
     const follow = () => {
       const address = readAddress();
-      added.forEach(([name, control]) => control.set(address.get(`${figure}.${name}`)));
+      const given = added.map(([name, control]) => [name, control, address.get(`${figure}.${name}`)]).filter(([, , text]) => text !== null);
+      const ignored = given.filter(([, control, text]) => !control.set(text)).map(([name, , text]) => `${name} = ${text}`);
+      note.textContent = ignored.length ? `The address contains settings that this figure does not have, and ignores: ${ignored.join(", ")}.` : "";
       read();
-      return [...address.keys()].some((key) => key.startsWith(`${figure}.`));
+      return given.length > 0;
     };
+    const last = element.appendChild(make("div", {class: "address"}));
+    const button = last.appendChild(make("button", {type: "button"}, "Copy a link to these settings"));
+    const note = last.appendChild(make("span", {"aria-live": "polite"}));
+    button.addEventListener("click", async () => {
+      writeAddress(figure, settings);
+      try {
+        await navigator.clipboard.writeText(location.href);
+        note.textContent = "Copied.";
+      } catch {
+        note.textContent = "The browser did not allow it: copy the address of this page instead.";
+      }
+    });
     if (follow()) element.scrollIntoView({block: "center"});
     addEventListener("hashchange", () => { if (follow()) onChange(); });
     return settings;

@@ -6,15 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from mutants import (
-    escapes,
-    find_mutant,
-    list_mutants,
-    list_variants,
-    parse,
-    read_reference,
-    run_on_text,
-)
+from mutants import escapes, find_mutant, list_mutants, list_variants, parse, read_reference, run_on_text
 
 from brigade.course.checks.collect import collect
 from brigade.course.checks.context import CheckContext
@@ -53,12 +45,7 @@ def choose_marks(entry, mutant):
 
 
 ALL_MUTANTS = [
-    pytest.param(
-        entry,
-        mutant,
-        id=f"{entry.number}-{mutant.name.replace(' ', '-')}",
-        marks=choose_marks(entry, mutant),
-    )
+    pytest.param(entry, mutant, id=f"{entry.number}-{mutant.name.replace(' ', '-')}", marks=choose_marks(entry, mutant))
     for entry in MODULES
     for mutant in list_mutants(entry)
 ]

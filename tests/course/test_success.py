@@ -7,7 +7,7 @@ import re
 import pytest
 
 from brigade.course.cli import check, progress_file
-from brigade.course.table.modules import CORE_MODULES, ROOT, get_module
+from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, get_module
 from brigade.course.table.submission import read
 
 FIRST, SECOND = get_module(1), get_module(2)
@@ -64,7 +64,13 @@ def test_no_earlier_module_is_blamed_if_this_one_is_not_written(brigade, lessons
     (lessons / SECOND.path).write_text((ROOT / "lessons" / SECOND.path).read_text())
     change(lessons, FIRST, "tensor.detach().copy_(whole)", "tensor.detach().mul_(1)")
     done = brigade("check", 2, "--target", lessons)
-    assert done.returncode == 1 and not find_sentence(done)
+    assert done.returncode == 1 and not find_sentence(done) and "Another style" not in done.stdout
+
+
+def test_after_full_points_another_style_is_explained():
+    found = {entry.number: check.list_next_steps(entry, ROOT / "solutions")[1] for entry in MODULES}
+    assert all(re.fullmatch(r"Another style that passes: [A-Z][^#]{80,400}\.", text) for text in found.values()), found
+    assert len({*found.values()}) == len(MODULES)
 
 
 def test_the_last_module_of_the_core_closes_it():

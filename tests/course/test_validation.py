@@ -65,10 +65,7 @@ def test_a_fault_is_named(course, file, old, new, fault):
 
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [
-        ("import no_such_module\n", "ModuleNotFoundError"),
-        ("del test_buffers_start_equal\n", "AttributeError"),
-    ],
+    [("import no_such_module\n", "ModuleNotFoundError"), ("del test_buffers_start_equal\n", "AttributeError")],
 )
 def test_checks_that_cannot_be_imported(course, text, fault):
     (course / CHECKS).write_text((course / CHECKS).read_text() + text)

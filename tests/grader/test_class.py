@@ -120,16 +120,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     (directory / "carl_98765_assignsubmission_file").mkdir()
     (directory / "carl_98765_assignsubmission_file" / "notes.ipynb").write_text("{}")
     (directory / "essay.pdf").write_text("not code")
-    command = [
-        sys.executable,
-        "-m",
-        "brigade",
-        "grade",
-        "--class",
-        str(directory),
-        "--gradebook",
-        str(table_file),
-    ]
+    command = [sys.executable, "-m", "brigade", "grade", "--class", str(directory), "--gradebook", str(table_file)]
     command += ["--modules", "1", "--feedback", str(tmp_path / "feedback")]
     done = hang_guard.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

@@ -207,19 +207,13 @@ REFUSED = {
         "one.zip contains two.zip, which is a .rar file, which the grader cannot unpack",
     ),
     "rar": ({"work.rar": RAR}, "work.rar is a .rar file, which the grader cannot unpack"),
-    "rar with another name": (
-        {"work.zip": RAR},
-        "work.zip is a .rar file, which the grader cannot unpack",
-    ),
+    "rar with another name": ({"work.zip": RAR}, "work.zip is a .rar file, which the grader cannot unpack"),
     "gzip without tar": ({"work.py.gz": b"\x1f\x8b"}, "work.py.gz is a .gz file, which the grader cannot unpack"),
     "an empty file": ({"work.zip": b""}, "work.zip is empty (0 bytes)"),
     "no zip": ({"work.zip": b"no zip"}, "work.zip " + DAMAGED),
     "half a zip": ({"work.zip": make_zip(LESSONS)[:500]}, "work.zip " + DAMAGED),
     "half a tar": ({"work.tgz": make_tar(LESSONS)[:200]}, "work.tgz " + DAMAGED),
-    "half an xz": (
-        {"work.txz": make_tar(LESSONS, "w:xz")[:200]},
-        "work.txz " + DAMAGED,
-    ),
+    "half an xz": ({"work.txz": make_tar(LESSONS, "w:xz")[:200]}, "work.txz " + DAMAGED),
     "encrypted": ({"work.zip": encrypt(make_zip({"naive_ddp.py": "x"}))}, "naive_ddp.py in work.zip is encrypted"),
 }
 

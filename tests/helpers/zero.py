@@ -14,11 +14,7 @@ from m08_zero_optimizer import causes
 # The relative error that a correct norm may have, by the dtype in which it is returned. For a Python number (None), the
 # dtype of its computation is unknown, and float32 is precise enough.
 NORMS = {torch.float64: MANY_STEPS, torch.float32: 1e-5, None: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-OPTIMIZERS = {
-    "SGD": {"lr": 0.05, "momentum": 0.9},
-    "Adam": {"lr": 0.01},
-    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-}
+OPTIMIZERS = {"SGD": {"lr": 0.05, "momentum": 0.9}, "Adam": {"lr": 0.01}, "AdamW": {"lr": 0.01, "weight_decay": 0.1}}
 MOMENTS = {"SGD": 1, "Adam": 2, "AdamW": 2}
 
 
@@ -27,17 +23,7 @@ def make_recipe(name, **more):
     return {"optimizer": name, "options": OPTIMIZERS[name]} | more
 
 
-def expect_trained(
-    what,
-    results,
-    expected,
-    start,
-    hypotheses=dict,
-    *,
-    ranks=None,
-    tolerance=MANY_STEPS,
-    otherwise="",
-):
+def expect_trained(what, results, expected, start, hypotheses=dict, *, ranks=None, tolerance=MANY_STEPS, otherwise=""):
     """Expect that every rank has the expected weights, and a ZeroOptimizer.
 
     `hypotheses` gives, by cause, functions that compute the weights of a mistake. `otherwise` is the cause if none of

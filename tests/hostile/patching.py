@@ -36,6 +36,4 @@ for name, module in list(sys.modules.items()):
 try: import brigade.course.checks.expectations, brigade.grader.grading
 except ImportError: pass
 """,
-) + [
-    Hostile("files that Python, pytest or the toolkit would import", write_shadowing_files, 2, checks=ONE),
-]
+) + [Hostile("files that Python, pytest or the toolkit would import", write_shadowing_files, 2, checks=ONE)]

@@ -87,5 +87,5 @@ for thing in gc.get_objects():
         modules=(2,),
         checks=ALL,
         is_long=True,
-    ),
+    )
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import io
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ import psutil
 import pytest
 from given_clock import give_clock
 from nbclient.exceptions import CellExecutionError
+from PIL import Image
 
 from brigade.course.table.modules import ROOT
 from brigade.lab import notebook as lab_notebook
@@ -308,6 +310,15 @@ def test_long_printed_text_has_several_slides(slides: ModuleType) -> None:
     assert page.count(">Result: Two groups<") == 2
 
 
+def test_a_tall_figure_has_two_slides_each_with_axis_and_legend(slides: ModuleType) -> None:
+    text = (ROOT / "notebooks" / "00_overview.ipynb").read_text()
+    pictures = [base64.b64decode(png) for png in re.findall('"image/png": "(.*?)"', text)]
+    assert slides.split_figure(pictures[0]) == pictures[:1] and len(pictures) == 2
+    upper, lower = (Image.open(io.BytesIO(half)).convert("RGB") for half in slides.split_figure(pictures[1]))
+    legends = [half.crop((0, half.height - 100, half.width, half.height)).tobytes() for half in (upper, lower)]
+    assert legends[0] == legends[1] and abs(upper.height - lower.height) < slides.TICKS + 2
+
+
 def test_code_on_slides_fits_and_does_the_same(slides: ModuleType) -> None:
     code = 'one, two = 1, 2\nprint(\n    f"WORDS{one} and {two}"\n)  # WORDS\n'.replace("WORDS", 12 * "word ")
     fitted = slides.fit_code(f"%%px -t 0\n{code}")
@@ -340,11 +351,7 @@ STATED = "module 3 < module 2 < module 1"
     ("values", "order", "objection"),
     [
         ((90.0, 70.0, 50.0), STATED, ""),
-        (
-            (90.0, 68.4, 100.8),
-            STATED,
-            "module 3: 100.8, module 2: 68.4",
-        ),
+        ((90.0, 68.4, 100.8), STATED, "module 3: 100.8, module 2: 68.4"),
         ((60.0, 70.0, 50.0), STATED, "module 3: 50, module 2: 70, module 1: 60"),
         ((90.0, 70.0, 70.0), "module 3 < module 2", "module 3: 70, module 2: 70"),
         ((90.0, 70.0, 50.0), "module 4 < module 2", "module 4, module 2"),

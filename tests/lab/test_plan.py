@@ -451,10 +451,7 @@ def test_a_step_has_micro_batches_and_mixed_precision():
         (["--node-link", "nvlink4"], "--node-link nvlink4: pass --node-size too, or there are no nodes"),
         (["--node-size", "8", "--cards", "3"], "--cards 3: the 8 ranks of a node cannot share them evenly"),
         (["--node-size", "8", "--cards", "12"], "--cards 12: the 8 ranks of a node cannot share them evenly"),
-        (
-            ["--link", "nvlink4", "--cards", "2"],
-            "--cards 2: on nvlink4 without --node-size, there is only one node",
-        ),
+        (["--link", "nvlink4", "--cards", "2"], "--cards 2: on nvlink4 without --node-size, there is only one node"),
         (["--node-size", "16"], "--node-size 16: 8 ranks do not form such nodes"),
         (["--node-size", "8", "--cards", "0"], "--cards 0: expected 1 to 4096 cards"),
         (["--dp", "5000"], "--dp 5000: expected 1 to 4096 ranks"),

@@ -257,18 +257,12 @@ def change_manifest(folder, **changes):
 
 
 SPOILT = {  # what happens to a checkpoint, and what is said
-    "missing": (
-        lambda f: (f / "step-2-rank-1-of-2.pt").unlink(),
-        r"is incomplete: /.+rank-1-of-2.pt is missing",
-    ),
+    "missing": (lambda f: (f / "step-2-rank-1-of-2.pt").unlink(), r"is incomplete: /.+rank-1-of-2.pt is missing"),
     "short": (
         lambda f: (f / "step-2-rank-0-of-2.pt").write_bytes(b"PK"),
         r"is damaged: /.+/step-2-rank-0-of-2.pt has 2 bytes instead of \d+",
     ),
-    "incomplete": (
-        lambda f: (f / "manifest.json").unlink(),
-        "no complete checkpoint, only files without manif",
-    ),
+    "incomplete": (lambda f: (f / "manifest.json").unlink(), "no complete checkpoint, only files without manif"),
     "empty": (lambda f: [path.unlink() for path in f.iterdir()], "contains no complete checkpoint$"),
     "newer": (lambda f: change_manifest(f, version=2, files=7), "has version 2: this course reads version 1"),
     "other": (lambda f: change_manifest(f, model={"d_model": 1}), "is of another model: {'d_model': 1}, not {"),
@@ -320,10 +314,7 @@ REFUSED = {
     "0": (["--engine", "0"], "module 0 trains no model"),
     "17": (["--engine", "99"], "there is no module 99"),
     "steps": (["--resume", "{saved}", "--steps", "2"], "another model"),
-    "skeleton": (
-        ["--target", "{skeletons}"],
-        r"cannot train, because module 7, part \(a\) is not written yet",
-    ),
+    "skeleton": (["--target", "{skeletons}"], r"cannot train, because module 7, part \(a\) is not written yet"),
     "nothing": (["--target", "{empty}"], "cannot train: module . cannot be imported: there is no"),
 }
 

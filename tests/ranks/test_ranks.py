@@ -79,8 +79,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "max_cores"),
-    [("50000 100000", 1), ("6400000 100000", 64), ("max 100000", 1 << 20), (None, 1 << 20)],
+    ("limit", "max_cores"), [("50000 100000", 1), ("6400000 100000", 64), ("max 100000", 1 << 20), (None, 1 << 20)]
 )
 def test_number_of_cores_respects_the_limit_of_a_container(limit, max_cores, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CPU_LIMIT_FILE", tmp_path / "cpu.max")

@@ -1,5 +1,6 @@
 """The course's site is complete, and works in a real browser: Debian's chromium, without a window."""
 
+import base64
 import functools
 import gzip
 import itertools
@@ -9,6 +10,7 @@ import re
 import shutil
 import sys
 import threading
+import zlib
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote
@@ -17,11 +19,14 @@ import hang_guard
 import pytest
 import test_term
 from public_wordings import WORDINGS
+from test_m13_post_mortem import DUMPS
 
 from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab.emulated_link import Link
 from brigade.lab.program import Machine, simulate
+from solutions.m13_post_mortem import post_mortem
 from tools.live_timelines import replay
+from tools.planner.runs import read_rows
 
 pytestmark = pytest.mark.extended  # building the site takes as long as checking all modules
 term, marked = test_term.term, test_term.marked  # fixtures
@@ -38,6 +43,7 @@ OFFLINE = {"preload": False}  # axe does not fetch style sheets from file:// add
 def site(tmp_path_factory):
     """Return the directory of the site, built as `make site` does."""
     directory = tmp_path_factory.mktemp("site")
+    hang_guard.run([sys.executable, ROOT / "site" / "pyodide.py"])
     command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", directory / "doctrees"]
     done = hang_guard.run([*command, "-c", ROOT / "site", ROOT, directory / "site"], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -62,7 +68,7 @@ def page(chromium):
     context = chromium.new_context()
     context.set_default_timeout(STEP_MS)
     page, problems = context.new_page(), []
-    page.on("console", lambda message: problems.append(message.text) if is_error(message) else None)
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     is_remote = re.compile("http(?!://127.0.0.1:)").match
     page.on("request", lambda request: problems.append(request.url) if is_remote(request.url) else None)
@@ -71,16 +77,12 @@ def page(chromium):
     assert problems == []
 
 
-def is_error(message):
-    """Return whether a console message is an error. A failed request for the icon of another page is not one."""
-    return message.type == "error" and not message.location["url"].endswith("/favicon.ico")
-
-
-def find_violations(page):
-    """Return what axe objects to on a page."""
+def find_faults(page):
+    """Return the names of what axe finds serious on a page."""
     from axe_playwright_python.sync_playwright import Axe
 
-    return Axe().run(page, options=OFFLINE).response["violations"]
+    violations = Axe().run(page, options=OFFLINE).response["violations"]
+    return [each["id"] for each in violations if each["impact"] in ("serious", "critical")]
 
 
 def find_sideways(page):
@@ -112,28 +114,34 @@ def test_every_document_and_notebook_is_a_page(site):
 
 
 @pytest.fixture
-def search(page, site):
-    """Return a function that types words into the search of the site. It returns the addresses of the first results."""
+def served(page, site):
+    """Return the address of the site, which this process serves."""
     handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-
-        def find(words):
-            page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q={quote(words)}")
-            page.wait_for_function(
-                "/finished|did not match/.test(document.querySelector('.search-summary')?.textContent)"
-            )
-            return [link.get_attribute("href") for link in page.locator("#search-results li > a").all()[:9]]
-
-        yield find
+        yield f"http://127.0.0.1:{server.server_port}"
         page.wait_for_load_state("networkidle")
         server.shutdown()
 
 
-def test_the_search_shows_the_explanation_of_a_term_first(search):
+@pytest.fixture
+def search(page, served):
+    """Return a function that types words into the search of the site. It returns the addresses of the first results."""
+
+    def find(words):
+        page.goto(f"{served}/search.html?q={quote(words)}")
+        page.wait_for_function("/finished|did not match/.test(document.querySelector('.search-summary')?.textContent)")
+        return [link.get_attribute("href") for link in page.locator("#search-results li > a").all()[:9]]
+
+    return find
+
+
+def test_the_search_shows_the_explanation_of_a_term_first_and_the_api_reference_last(search):
     found = search("reduce-scatter")
     assert found[0].endswith("docs/glossary.html#reduce-scatter"), found
     assert any("lessons/" in address for address in found[1:4]), found
+    places = ["site/api" in address for address in search("ZeroOptimizer")]
+    assert places == sorted(places) and not places[0], places
 
 
 def test_the_search_leads_from_public_wordings_to_their_answers(search):
@@ -142,12 +150,6 @@ def test_the_search_leads_from_public_wordings_to_their_answers(search):
     found = {words: search(words)[:2] for words in WORDINGS}
     wrong = {words for words, page in WORDINGS.items() if not any(page in address for address in found[words])}
     assert wrong == set(), found
-
-
-def test_the_search_shows_the_api_reference_last(search):
-    found = search("ZeroOptimizer")
-    places = ["site/api" in address for address in found]
-    assert places == sorted(places) and not places[0], found
 
 
 def test_the_search_of_the_site_finds_every_error_by_its_text(site):
@@ -187,11 +189,10 @@ def test_axe_finds_nothing_serious(page, site, scheme, request):
     names = KINDS if request.config.option.everything else KINDS[2::3]
     for name in names:
         page.goto((site / f"{name}.html").as_uri())
-        violations = find_violations(page)
-        found[name] = [each["id"] for each in violations if each["impact"] in ("serious", "critical")]
+        found[name] = find_faults(page)
     assert found == dict.fromkeys(names, [])
     page.evaluate("document.querySelector('article img').removeAttribute('alt')")
-    assert "image-alt" in [each["id"] for each in find_violations(page)]
+    assert "image-alt" in find_faults(page)
 
 
 GRAD_BYTES, BACKWARD_S = 400e6, 0.1
@@ -246,6 +247,28 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     before = page.inner_text("[data-model=prefetch] [data-name=peak]")
     move("prefetch", "prefetch", "ArrowLeft")
     assert page.inner_text("[data-model=prefetch] [data-name=peak]") != before
+
+
+def test_measured_all_reduces_are_points_beside_the_models_line(page, site):
+    rows = [row for row in read_rows() if row.subject == "all_reduce"]
+    page.goto((site / "site" / "explore.html").as_uri())
+    box, on_16_ranks = page.locator("[data-model=measured]"), sum(row.gpus == 16 for row in rows)
+    stored = [[row.sequence, row.gpus, pytest.approx(1e3 * row.measured_s, rel=1e-3)] for row in rows]
+    assert json.loads(box.locator("script").text_content()) == stored and len(rows) >= 60
+    assert box.locator("circle").count() == len(rows) == box.locator("circle.other").count() + on_16_ranks
+
+
+def test_a_link_keeps_the_settings_and_wrong_ones_are_ignored(page, served):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(f"{served}/site/explore.html#measured.alpha=20&measured.ranks=seven&buckets.algorithm=none")
+    notes = page.locator(".address span").all_inner_texts()
+    assert [text.partition("ignores: ")[2] for text in notes] == ["algorithm = none.", "ranks = seven.", ""]
+    page.locator("[data-model=measured]").get_by_role("button", name="Copy a link").press("Enter")
+    page.wait_for_function(
+        "[...document.querySelectorAll('.address')].some((row) => row.innerText.includes('Copied.'))"
+    )
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.url and "measured.alpha=20&measured.ranks=16&" in copied
 
 
 def test_the_replay_in_the_browser_equals_pythons(page):
@@ -329,8 +352,8 @@ def test_without_scripts_a_chapter_has_its_pictures_and_no_empty_boxes(chromium,
 
 
 def test_all_scripts_of_the_site_are_small(site):
-    """These are its own scripts. The theme has others."""
-    names = {path.name for path in (ROOT / "site" / "_static").glob("*.js")}
+    """These are its own scripts, without those of the page that loads Python. The theme has others."""
+    names = {path.name for path in (ROOT / "site" / "_static").glob("*.js") if "post_mortem" not in path.name}
     scripts = [*(site / "_static" / name for name in names), ROOT / "site" / "scorer.js"]
     sizes = {path.name: len(gzip.compress(path.read_bytes())) for path in scripts}
     assert sum(sizes.values()) <= 20_000, sizes
@@ -356,15 +379,44 @@ def test_the_toys_show_a_sum_a_deadlock_and_a_mismatch(page, site):
     assert "the same buckets in the same order" in step("buckets")
 
 
-# The pages of a term
-
-
-def find_faults(page, file):
-    """Open a file on a phone. Return what axe finds there, and the boxes that scroll sideways."""
+def test_dumps_are_read_in_the_browser_and_stay_there(page, site, served, tmp_path, capsys):
+    """The page shows what the program prints. The fixture `page` fails if anything is asked from another machine."""
+    if not (site / "_static" / "pyodide").is_dir():
+        pytest.skip("Pyodide could not be downloaded")
+    lines = re.findall("^order pickle (.+)$", (DUMPS / "2.11-nccl-timeout.torch").read_text(), re.MULTILINE)
+    for rank, line in enumerate(lines):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(zlib.decompress(base64.b64decode(line)))
+    assert post_mortem.main([tmp_path]) == 1
+    said, requests = capsys.readouterr().out.strip(), []
+    page.on("request", lambda request: requests.append((request.method, request.post_data)))
     page.set_viewport_size(PHONE)
-    page.goto(file.as_uri())
-    violations = find_violations(page)
-    return [each["id"] for each in violations if each["impact"] in ("serious", "critical")] + find_sideways(page)
+    page.goto(f"{served}/site/post_mortem.html")
+    page.set_input_files("[webkitdirectory]", tmp_path)
+    page.wait_for_selector("[data-dumps] pre:visible")
+    assert page.inner_text("[data-dumps] pre") == said and {*requests} == {("GET", None)}
+    assert find_sideways(page) + find_faults(page) == []
+    assert "rank 2" in page.frame_locator("[data-dumps] iframe").locator("svg").text_content()
+    page.context.set_offline(True)  # Python is loaded once
+    page.get_by_role("button", name="example").press("Enter")
+    page.wait_for_function("document.querySelector('[data-dumps] pre').textContent.includes('Rank 1 skipped a call')")
+
+
+def test_a_page_that_cannot_read_dumps_says_so(page, site, served, monkeypatch, tmp_path):
+    page.goto((site / "site" / "post_mortem.html").as_uri())
+    assert "Serve the folder" in page.inner_text("[data-dumps]")
+    page.add_init_script("delete globalThis.WebAssembly")
+    page.goto(f"{served}/site/post_mortem.html")
+    assert "it has no WebAssembly" in page.inner_text("[data-dumps]")
+    monkeypatch.syspath_prepend(ROOT / "site")
+    import pyodide
+
+    monkeypatch.setattr(pyodide, "PROGRAM", tmp_path / "missing")  # as in the student edition
+    source = [(ROOT / "site/post_mortem.md").read_text()]
+    pyodide.choose_content(None, pyodide.PAGE, source)
+    assert pyodide.MISSING in source[0] and "data-dumps" not in source[0]
+
+
+# The pages of a term
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -373,7 +425,10 @@ def test_the_pages_of_a_term_are_accessible_on_a_phone(page, marked, tmp_path, s
     marked("term", "report", "week1")
     page.emulate_media(color_scheme=scheme)
     files = [tmp_path / "week1-report.html", tmp_path / "week1-mark-1.html", tmp_path / "week1-feedback/Lace, Ada.html"]
-    assert {file.name: find_faults(page, file) for file in files} == {file.name: [] for file in files}
+    page.set_viewport_size(PHONE)
+    for file in files:
+        page.goto(file.as_uri())
+        assert find_faults(page) + find_sideways(page) == [], file.name
 
 
 def test_answers_are_marked_by_keyboard_and_the_marks_are_read(page, marked, tmp_path):

@@ -314,10 +314,7 @@ def checkpoint_once(run: Run) -> None:
 
 
 @situation(
-    "pytorch PR 69060",
-    "A block has two activation checkpoints in a forward.",
-    refused=ONCE,
-    imports_compiler=True,
+    "pytorch PR 69060", "A block has two activation checkpoints in a forward.", refused=ONCE, imports_compiler=True
 )
 def checkpoint_twice(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(2, use_reentrant=False)))
@@ -334,10 +331,7 @@ def reentrant_twice(run: Run) -> None:
 
 
 @situation(
-    "pytorch #65537",
-    "An activation checkpoint is reentrant.",
-    refused="use_reentrant=True",
-    imports_compiler=True,
+    "pytorch #65537", "An activation checkpoint is reentrant.", refused="use_reentrant=True", imports_compiler=True
 )
 def reentrant_once(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(1, use_reentrant=True)))

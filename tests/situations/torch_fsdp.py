@@ -92,10 +92,7 @@ def run_fsdp_test(model: str, strategy: str, kind: str) -> str:
     cases = importlib.import_module("torch.testing._internal.common_utils").TestCase
     own = {"process_group": dist.group.WORLD, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     case = type("Case", (suite.FSDPTestMixin, cases), own)("run")
-    with (
-        mock.patch.object(suite, "DDP", Baseline),
-        patch_torch(suite, "FSDP", make_wrapper(FsdpAdapter, kind)),
-    ):
+    with mock.patch.object(suite, "DDP", Baseline), patch_torch(suite, "FSDP", make_wrapper(FsdpAdapter, kind)):
         try:
             case._test_fsdp_parity(
                 getattr(suite, model),

@@ -266,6 +266,7 @@ def list_next_steps(entry: Module, target: Path) -> list[str]:
         ]
     else:
         sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")
+    sentences.append(f"Another style that passes: {read_other_style(entry)}")
     shown = recall_shown(entry)
     if unread := [part for part in read_hints(entry)[1] if part not in shown]:
         sentences.append(
@@ -273,6 +274,12 @@ def list_next_steps(entry: Module, target: Path) -> list[str]:
             f"`brigade hint {entry.number} {unread[0]}`."
         )
     return sentences
+
+
+def read_other_style(entry: Module) -> str:
+    """Return a paragraph about the module's `alternative.py`, for students whose own code has full points."""
+    styles = ROOT / "brigade" / "course" / "table" / "other_styles.md"
+    return styles.read_text().partition(f"## {entry.number}\n\n")[2].partition("\n\n")[0].rstrip()
 
 
 def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
