@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LARGE_BYTES = 256 * 2**20  # a collective on a larger buffer is limited by bandwidth rather than by latency
-FEW = 5  # a kind with fewer rows has no error bar: the plan is outside of what was compared
-LITTLE, MUCH = 0.10, 0.25  # parts of a step that communication costs
+LITTLE, MUCH = 0.10, 0.20  # parts of a step that communication costs
+COMPARED = 0.29  # the largest part in any published run: plans with more are outside of what was compared
+MANY_NODES = 16  # on more, published runs with much communication are nearly always planned too short
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,21 @@ LARGE, SMALL = "collectives of 256 MiB or more", "smaller collectives"
 
 # What `make validate-plan` prints, in the order of docs/plan.md.
 ERROR_BARS = {
-    "calibrated, communication below 10%, 1 to 4 nodes": ErrorBar(16, 0.021, 0.080, 9),
-    "calibrated, communication below 10%, 5 to 16 nodes": ErrorBar(29, 0.020, 0.082, 21),
-    "calibrated, communication below 10%, 17 to 64 nodes": ErrorBar(19, 0.020, 0.076, 15),
-    "calibrated, communication below 10%, more than 64 nodes": ErrorBar(6, 0.039, 0.140, 6),
-    "calibrated, communication 10% to 25%, 1 to 16 nodes": ErrorBar(12, 0.009, 0.058, 6),
-    "calibrated, communication 10% to 25%, 17 nodes or more": ErrorBar(7, 0.118, 0.257, 7),
-    "calibrated, communication 25% or more": ErrorBar(1, 0.232, 0.232, 1),
-    OTHER: ErrorBar(22, 0.052, 0.183, 10),
+    "calibrated, communication below 10%, 1 to 4 nodes": ErrorBar(30, 0.017, 0.052, 11),
+    "calibrated, communication below 10%, 5 to 16 nodes": ErrorBar(50, 0.017, 0.047, 27),
+    "calibrated, communication below 10%, 17 to 64 nodes": ErrorBar(26, 0.021, 0.076, 20),
+    "calibrated, communication below 10%, more than 64 nodes": ErrorBar(13, 0.022, 0.135, 10),
+    "calibrated, communication 10% to 20%, 1 to 16 nodes": ErrorBar(46, 0.024, 0.088, 14),
+    "calibrated, communication 10% to 20%, 17 nodes or more": ErrorBar(49, 0.094, 0.346, 39),
+    "calibrated, communication 20% or more, 1 to 16 nodes": ErrorBar(7, 0.056, 0.331, 6),
+    "calibrated, communication 20% or more, 17 nodes or more": ErrorBar(13, 0.257, 0.573, 13),
+    OTHER: ErrorBar(32, 0.056, 0.217, 10),
     SEQUENCE: ErrorBar(117, 0.039, 0.174, 74),
     PAIR: ErrorBar(94, 0.027, 0.166, 45),
-    "guessed, 1 to 4 nodes": ErrorBar(196, 0.096, 0.253, 98),
-    "guessed, 5 to 16 nodes": ErrorBar(57, 0.133, 0.299, 16),
-    "guessed, 17 to 64 nodes": ErrorBar(24, 0.115, 0.272, 8),
-    "guessed, more than 64 nodes": ErrorBar(11, 0.194, 0.399, 5),
+    "guessed, 1 to 4 nodes": ErrorBar(249, 0.126, 0.267, 134),
+    "guessed, 5 to 16 nodes": ErrorBar(105, 0.171, 0.296, 47),
+    "guessed, 17 to 64 nodes": ErrorBar(66, 0.135, 0.368, 44),
+    "guessed, more than 64 nodes": ErrorBar(39, 0.243, 0.446, 33),
     LARGE: ErrorBar(42, 0.030, 0.155, 22),
     SMALL: ErrorBar(31, 0.272, 0.647, 27),
 }
@@ -54,10 +56,10 @@ ERROR_BARS = {
 
 def name_calibrated(share: float, num_nodes: int) -> str:
     """Return the kind of a calibrated plan in which communication costs `share` of the step."""
+    nodes = f"1 to {MANY_NODES} nodes" if num_nodes <= MANY_NODES else f"{MANY_NODES + 1} nodes or more"
     if share >= MUCH:
-        return f"calibrated, communication {MUCH:.0%} or more"
+        return f"calibrated, communication {MUCH:.0%} or more, {nodes}"
     if share >= LITTLE:
-        nodes = "1 to 16 nodes" if num_nodes <= 16 else "17 nodes or more"
         return f"calibrated, communication {LITTLE:.0%} to {MUCH:.0%}, {nodes}"
     return f"calibrated, communication below {LITTLE:.0%}, {name_nodes(num_nodes)}"
 
@@ -66,3 +68,12 @@ def name_nodes(num_nodes: int) -> str:
     """Return the numbers of nodes that are compared together with this one."""
     nodes = {4: "1 to 4 nodes", 16: "5 to 16 nodes", 64: "17 to 64 nodes"}
     return next((name for most, name in nodes.items() if num_nodes <= most), "more than 64 nodes")
+
+
+def widen_range(fast_s: float, step_s: float, slow_s: float, num_nodes: int) -> tuple[float, float]:
+    """Return a range of a guessed step, from the steps with the highest and the lowest published utilisation.
+
+    It is at least as wide as nine of ten published runs on as many nodes need.
+    """
+    most = ERROR_BARS[f"guessed, {name_nodes(num_nodes)}"].most
+    return min(fast_s, step_s / (1 + most)), max(slow_s, step_s / (1 - most))

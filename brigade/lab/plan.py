@@ -118,12 +118,12 @@ def format_range(low: float, high: float, digits: int) -> str:
 
 
 def make_plan_table(
-    steps: Sequence[PlannedStep], title: str, has_nodes: bool, bounds: Sequence[Sequence[PlannedStep]] = ()
+    steps: Sequence[PlannedStep], title: str, has_nodes: bool, bounds: Sequence[tuple[float, float]] = ()
 ) -> Table:
     """Return a table with a row for each variant, at most 80 columns wide.
 
     If there are nodes, it shows the bytes sent inside a node and to other nodes, instead of launches and all bytes.
-    `bounds` are two lists of steps, with the fastest and the slowest computation.
+    `bounds` are the ranges of the steps, in seconds.
     """
     from brigade.lab.plots import make_empty_table
 
@@ -135,13 +135,12 @@ def make_plan_table(
     sizes = ["inside", "between", "memory"] if has_nodes else ["sent", "memory"]
     headings += [*(["launches"] if not has_nodes else []), *(f"{what}\n{size_unit}" for what in sizes)]
     table = make_empty_table(title, "variant", headings)
-    for step, *ends in zip(steps, *bounds, strict=True):
-        low, high = (end.step_s / seconds for end in ends) if ends else (0.0, 0.0)
+    for step, (low_s, high_s) in zip(steps, bounds or [(0.0, 0.0)] * len(steps), strict=True):
         sent = [step.sent_bytes - step.outer_bytes, step.outer_bytes] if has_nodes else [step.sent_bytes]
         table.add_row(
             step.label,
             f"{step.step_s / seconds:,.{digits}f}",
-            *([format_range(low, high, 1 if digits > 1 else 0)] if bounds else []),
+            *([format_range(low_s / seconds, high_s / seconds, 1 if digits > 1 else 0)] if bounds else []),
             f"{step.step_s / torch_s:.2f}",
             f"{step.exposed_s / seconds:,.{digits}f}",
             *([f"{len(step.program.launches):,}"] if not has_nodes else []),

@@ -102,6 +102,7 @@ class Shape:
 # The head and the embedding of GPT-3 are not tied here. MPT: llm-foundry scripts/train/yamls/pretrain/mpt-*.yaml;
 # Llama 2: arXiv 2307.09288; Llama 3: arXiv 2407.21783, table 3; TinyLlama: arXiv 2401.02385;
 # InternLM: configs/7B_sft.py of InternLM; KempnerForge's model of 14.8 billion parameters: its benchmarks/mfu_scaling.
+# Modalities: the sizes and the MFU in its docs/scaling_experiments, as tools/planner/runs.py explains.
 MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 24, 16),
@@ -126,6 +127,10 @@ PUBLISHED = {
     "llama2-34b": Shape(8192, 22_016, 48, 64, 32_000, 4096, kv_heads=8),
     "llama2-70b": Shape(8192, 28_672, 80, 64, 32_000, 4096, kv_heads=8),
     "internlm-7b": Shape(4096, 11_008, 32, 32, 103_168, 2048),
+    "modalities-2.7b": Shape(2560, 6827, 32, 32, 50_304, 4096, is_tied=True, ff_matrices=2),
+    "modalities-6.7b": Shape(4096, 10_923, 32, 32, 50_304, 4096, is_tied=True, ff_matrices=2),
+    "modalities-13b": Shape(5120, 13_653, 40, 40, 50_304, 4096, is_tied=True, ff_matrices=2),
+    "modalities-28b": Shape(6656, 17_749, 52, 52, 50_304, 4096, is_tied=True, ff_matrices=2),
     "kempner-14.8b": Shape(5120, 17_920, 40, 40, 128_256, 4096, kv_heads=8),
     "llama3-8b": Shape(4096, 14_336, 32, 32, 128_256, 8192, kv_heads=8),
     "llama3-70b": Shape(8192, 28_672, 80, 64, 128_256, 8192, kv_heads=8),

@@ -419,7 +419,8 @@ VERBS = {
     "behind": "{are} not there yet, and other ranks wait",
 }
 NEXT = {  # what to look at next
-    "missing": "Look for a branch before this line that not every rank takes: an if, an exception, a shorter loop.",
+    "missing": "Look for a branch before this line that not every rank takes: an if, an exception, a shorter loop. "
+    "If these ranks were to make the call later, look for another order of calls.",
     "extra": "Look for a branch before this line that not every rank takes: an if, an exception, a longer loop.",
     "different_op": "Look for a branch before these lines that depends on the rank or on its data.",
     "different_size": "Print the shape before this line on every rank: an uneven last batch, padding, another model.",
@@ -428,8 +429,8 @@ NEXT = {  # what to look at next
     "stuck": "The calls agree in all that a recorder shows. It does not show the root, the reduce operation, split "
     "sizes, the network and the GPU: compare the arguments at this line on all ranks, then test network and GPUs.",
     "not_started": "Look at what these GPUs do before this line: another kernel, a copy, or a stream that waits.",
-    "stale": "What these ranks lack proves nothing. Remove old dumps before a job starts, and write those of all ranks "
-    "at one time. If the dumps are of one time, the clocks of the hosts differ.",
+    "stale": "What these ranks lack or made instead proves nothing. Remove old dumps before a job starts, and write "
+    "those of all ranks at one time. If the dumps are of one time, the clocks of the hosts differ.",
     "running": "Nobody had waited for long, so this is no hang: the calls show a moment of a job that works. Raise the "
     "timer above the slowest step (evaluation, a checkpoint), or stop the job before it writes its dumps.",
     "unexplained": "Look at what the other rank of a message does. If calls of these ranks' groups are overwritten, "
@@ -463,7 +464,7 @@ def conclude(
     if kind == "healthy":
         text = f"No call is missing or different, and none is unfinished.\n{NEXT[kind]}"
         return Finding(kind, ranks, group, number, text)
-    advice = kind if place or kind != "stuck" else "unexplained"
+    advice = "unexplained" if kind == "stuck" and (waits or not place) else kind
     is_one = len(ranks) == 1
     verb = VERBS["alone" if kind == "circular" and is_one else advice].format(are="is" if is_one else "are")
     text = f"{'Rank' if is_one else 'Ranks'} {shorten(ranks)} {verb}"
@@ -520,6 +521,17 @@ def find_last(trace: Trace) -> Call | None:
     """Return what a rank launched last: a call or a message, or None."""
     last = trace.messages[-1:] if trace.ends_with_message else trace.calls[-1:]
     return last[0] if last else None
+
+
+def check_runs(traces: Sequence[Trace], place: Divergence) -> Finding | None:
+    """Return the finding "stale" if a dump was written before another rank made the first call of its record.
+
+    Such a file may be of another run, so it is no proof that its calls differ. Ranks that have ended, and times that
+    are unknown (0), prove nothing.
+    """
+    latest = max((trace.calls[0].time for trace in traces if trace.calls), default=0.0) - PATIENCE_S
+    old = sorted(trace.rank for trace in traces if 0 < trace.time < latest and not trace.has_ended)
+    return conclude("stale", old, place, filter(None, place.calls.values())) if old else None
 
 
 def check_times(traces: Sequence[Trace], place: Divergence) -> Finding | None:
@@ -730,10 +742,10 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     The place is the one that `choose_place` chooses among those of `list_places`. "dead", "unseen" and "healthy" have
     none. The first kind that applies:
 
-    - The calls at the place do not agree. The culprits are the ranks with a call outside the largest set of agreeing
-      calls; if two sets are largest, all ranks with a call. With one largest set, the kind is "missing" or "extra" if
-      `compare_tails` says so. Otherwise it is "different_op", "different_size" or "different_dtype", the first that
-      differs.
+    - The calls at the place do not agree. Return the finding of `check_runs`, if there is one. Otherwise, the culprits
+      are the ranks with a call outside the largest set of agreeing calls; if two sets are largest, all ranks with a
+      call. With one largest set, the kind is "missing" or "extra" if `compare_tails` says so. Otherwise it is
+      "different_op", "different_size" or "different_dtype", the first that differs.
     - "dead": some ranks of the world, or members of a group, have no trace. They are the culprits.
     - "circular": every place waits for another. The place is the first of `find_circle`. In the circle, each place
       waits for the next one because of some members. The culprits are those of the smallest set: if rank 1 alone holds
@@ -753,7 +765,7 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     The text contains the culprits and, with a place, its number, its group's description (or its name without one), and
     op and line of each different call; for "circular", those of all places of the circle. It also contains the line of
     what a culprit launched last (`find_last`; "ended", "behind"), and where a culprit waits itself ("behind",
-    "missing").
+    "missing"; "stuck" and "not_started" only in a message).
     """
     # `traces` may come in any order. Absence is weak evidence: the member may have come after its dump was written.
     # TODO: part (h)

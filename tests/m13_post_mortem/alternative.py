@@ -149,6 +149,9 @@ def diagnose(traces):
         ordered = sorted(by_contents.values(), key=len)
         most = ordered.pop() if len(ordered[-1]) > len(ordered[-2]) else []
         guilty = sorted(rank for ranks in ordered for rank in ranks)
+        begins = max(trace.calls[0].time for trace in traces if trace.calls)
+        if old := sorted(t.rank for t in traces if t.time and t.time + 1 < begins and not t.has_ended):
+            return finish("stale", old, place, [place])
         kind = kind_of(alive, place, most, guilty)
         return finish(kind, guilty, place, [place], list_waits(alive, guilty if kind == "missing" else []))
     known = {rank for trace in traces for call in trace.calls for rank in call.ranks}

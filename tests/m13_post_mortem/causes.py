@@ -23,6 +23,7 @@ VICTIM = "calls that do not agree come before dead ranks: the dead rank may be a
 ACCUSED = "a rank that has recorded nothing is accused, although nobody knows what it did."
 UNSEEN = "a rank that has recorded nothing was not seen, so nobody knows whether it broke the job."
 TIMES = "the finding of check_times, which says that the dumps are too early, is not returned."
+RUNS = "the finding of check_runs, which says that a dump may be of another run, is not returned."
 AT_A_CALL = "a member that has launched this call has come to it, whatever it launched later, so it is the place."
 NO_PLACE = "a call that a member has not launched is a divergence, and no place of list_unfinished."
 DIFFERENT = [*jobs.DIFFERENCES.values()]
@@ -86,6 +87,7 @@ OTHER_KIND = {  # the right kind and the returned one
         product(["dead"], ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]), NO_TRACE
     ),
     **dict.fromkeys(product(["running", "stale"], ["circular", "stuck", "not_started", "behind", "healthy"]), TIMES),
+    **dict.fromkeys(product(["stale"], [*DIFFERENT, "missing", "extra"]), RUNS),
     **dict.fromkeys(product(["stuck"], ["behind", "ended"]), AT_A_CALL),
     **dict.fromkeys(product(["behind", "ended"], ["stuck", "not_started"]), NO_PLACE),
     ("not_started", "stuck"): "the call has started on some members only.",

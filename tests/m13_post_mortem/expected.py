@@ -443,6 +443,17 @@ def keep_an_old_dump(rng):
     return "stale", [old], traces
 
 
+def keep_another_run(rng):
+    """Return a job with a dump of an earlier run, in which its rank made other calls."""
+    world_size = rng.randint(2, 6)
+    (groups, program), (_, earlier) = (make_program(rng, world_size) for _ in range(2))
+    old = rng.randrange(world_size)
+    traces = make_traces(groups, {rank: earlier if rank == old else program for rank in range(world_size)})
+    for made in (traces[old], *traces[old]["calls"]):
+        made["time"] -= 600
+    return "stale", [old], traces
+
+
 def stay_healthy(rng):
     """Return a job without a fault. In some, all ranks have ended, although calls were not complete at that time.
 

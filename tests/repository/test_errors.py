@@ -98,6 +98,10 @@ Optimizer state has not been consolidated on this rank
 FSDP expects uniform original parameter dtype
 fully_shard doesn't support scalar parameters
 got mixed torch.Tensor and DTensor
+RendezvousClosedError
+setting up NCCL communicator and retrieving ncclUniqueId from
+watchdog got stuck for 480 seconds without making progress
+Must flatten tensors with uniform
 """.splitlines()
 
 

@@ -33,6 +33,7 @@ from brigade.lab.error_bars import (
     ErrorBar,
     name_calibrated,
     name_nodes,
+    widen_range,
 )
 from tools.planner.programs import Run, calibrate_two, make_rates, predict
 from tools.planner.runs import COLLECTIVE, TRAINING, Row
@@ -91,8 +92,9 @@ def list_errors(rows: Iterable[Row]) -> list[Error]:
 def is_in_range(row: Row) -> bool:
     """Return whether the measured step is in the range that `brigade plan` prints."""
     utilisation = row.gpu.get_utilisation(row.precision)
-    fast, slow = (predict(row, make_rates(row, end)) for end in (utilisation.high, utilisation.low))
-    return fast <= row.measured_s <= slow
+    rates = (make_rates(row, end) for end in (utilisation.high, utilisation.typical, utilisation.low))
+    low, high = widen_range(*(predict(row, one) for one in rates), row.num_nodes)
+    return low <= row.measured_s <= high
 
 
 def find_pair(family: Sequence[Row]) -> tuple[Row, Row] | None:

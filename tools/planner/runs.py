@@ -6,7 +6,9 @@ throughputs, we take every row of its newest version that
 1. is pure data parallel training (DDP, ZeRO, FSDP, also in groups of some ranks) of a dense decoder-only transformer on
    2 or more GPUs that `devices.py` knows, or a collective of NCCL, and
 2. says, in the source or in the code that it names: the model, the number of GPUs, the micro-batch, the length of
-   sequences, and what is recomputed.
+   sequences, and what is recomputed. Modalities says the models' sizes and MFU, which counts
+   72 layers d_model² + 12 layers d_model sequence operations per token. Two sequence lengths give layers and d_model:
+   those of GPT-3's models of these sizes, and 52 layers of 6656 for 28 billion.
 
 A row that repeats another one of its source (the same set-up, measured again) is taken once, the first time. The result
 is no reason to take a row or to leave it out. `assumed` has what else a plan needs and the source does not say. We left

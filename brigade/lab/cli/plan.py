@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 import textwrap
@@ -95,7 +96,11 @@ def run_plan(options: argparse.Namespace) -> int:
     programs = record([one for one in plan.list_variants() if has_nodes or not one.needs_nodes], setting)
     steps = plan.plan(programs, machine, network)
     ends = () if options.backward_ms else (utilisation.high, utilisation.low)
-    bounds = [plan.plan(programs, make_machine(end), network) for end in ends]
+    fast_and_slow = [[step.step_s for step in plan.plan(programs, make_machine(end), network)] for end in ends]
+    bounds = [
+        error_bars.widen_range(fast_s, step.step_s, slow_s, network.count_nodes(range(options.dp)))
+        for step, fast_s, slow_s in zip(steps if ends else (), *fast_and_slow, strict=True)
+    ]
     ranks = f"{options.dp} rank" + "s" * (options.dp > 1)
     title = f"Predicted step of {options.model} on {ranks}" + (f" in nodes of {options.node_size}" if has_nodes else "")
     console.print(plan.make_plan_table(steps, title, has_nodes, bounds))
@@ -148,9 +153,9 @@ def format_texts(template: str, facts: dict[str, Any]) -> list[str]:
     environment.filters |= {"n": format, "seconds": format_seconds}
     text = environment.from_string(template).render(facts)
     blocks = [" ".join(block.split()) for block in re.split(r"\n(?=- )|\n\n+", text)]
+    fill = functools.partial(textwrap.fill, width=WIDTH, break_on_hyphens=False)  # an option stays on one line
     return [
-        textwrap.fill(block, WIDTH, subsequent_indent="  ") if block[0] == "-" else f"\n{textwrap.fill(block, WIDTH)}"
-        for block in filter(None, blocks)
+        fill(block, subsequent_indent="  ") if block[0] == "-" else f"\n{fill(block)}" for block in filter(None, blocks)
     ]
 
 
