@@ -9,7 +9,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from post_mortem import contents, diagnose, load_trace
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a directory of modules that comes before goes first
+from m13_post_mortem.post_mortem import diagnose, load_trace
+from m13_post_mortem.words import contents
 
 
 def draw(paths: list[str], out: Path) -> None:

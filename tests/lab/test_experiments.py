@@ -220,7 +220,7 @@ def test_without_torchrun_one_line_says_how_to_start():
 @pytest.mark.parametrize("fault", ["skip", "circle"])
 def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
     """The dumps stored in tests/m13_post_mortem are what hang.py writes: the same calls, and the same finding."""
-    folders = ROOT / "solutions/m13_post_mortem", POST_MORTEM
+    folders = ROOT / "solutions", POST_MORTEM
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
     how = {"cwd": tmp_path, "env": environment, "capture_output": True}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
@@ -228,7 +228,7 @@ def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
     lines = (ROOT / "tests/m13_post_mortem/dumps/2.13.txt").read_text().splitlines()
     for rank, line in enumerate(line for line in lines if line.startswith(f"{fault} ")):
         (tmp_path / f"stored_{rank}.json").write_text(line.removeprefix(f"{fault} "))
-    program = "import sys, post_mortem, draw, pathlib; post_mortem.main(sys.argv[1:]); "
+    program = "import sys, draw, pathlib; from m13_post_mortem.post_mortem import main; main(sys.argv[1:]); "
     program += "draw.draw(sys.argv[1:], pathlib.Path('calls.png'))"
     stored, new = (
         hang_guard.run([sys.executable, "-c", program, *(f"{name}_{rank}.json" for rank in range(3))], **how).stdout

@@ -117,7 +117,7 @@ MODULES = (
            wrapper="CachedDDP", takes=BUFFERS, optimizer="ZeroOptimizer"),
     Module(13, "m13_post_mortem", "Post-mortem of a hang", 18, 110, 3,
            ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
-           BEYOND, trains=False),
+           BEYOND, trains=False, more_files=("records.py", "words.py")),
     Module(14, "m14_hybrid_sharded", "Two links", 20, 90, 4, ("plan_grid", "plan_traffic", "HybridShardedDDP"),
            "weights in shards inside a node, a replica in every node", BEYOND,
            wrapper="HybridShardedDDP", takes=("unit_types", "shard_group", "replica_group"),
