@@ -111,7 +111,7 @@ MODULES = (
            ("plan_units", "plan_schedule", "FullyShardedDDP"),
            "weights gathered only while a unit computes", ADVANCED,
            wrapper="FullyShardedDDP", takes=("unit_types", "compute_dtype"),
-           more_files=("plan.py", "flat_shard.py", "checkpoint.py"), compare_with="torch fully_shard"),
+           more_files=("plan.py", "flat_shard.py", "checkpoint.py", "unit_hooks.py"), compare_with="torch fully_shard"),
     Module(12, "m12_lockstep", "Ranks in lockstep", 15, 90, 4, ("assign_sequences", "LockstepLoop"),
            "every token counts once, and all ranks take the same steps", BEYOND, trains=False,
            wrapper="CachedDDP", takes=BUFFERS, optimizer="ZeroOptimizer"),
