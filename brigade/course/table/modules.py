@@ -99,7 +99,7 @@ MODULES = (
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
            "reduce-scatter, step on a shard, all-gather of weights",
            wrapper="CachedDDP", takes=BUFFERS, optimizer="ZeroOptimizer", alone="ShardedOptimizer",
-           compare_with="torch DDP + ZeRO"),
+           more_files=("sharded_optimizer.py",), compare_with="torch DDP + ZeRO"),
     Module(9, "m09_prefetched_weights", "Weights that arrive during forward", 15, 60, 4,
            ("PrefetchedDDP", "PrefetchedZeroOptimizer"),
            "all-gather of weights during the next forward", ADVANCED, wrapper="PrefetchedDDP", takes=BUFFERS,
