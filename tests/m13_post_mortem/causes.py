@@ -60,7 +60,11 @@ def explain_place(traces, got, expected):
         return "calls has every member of the group. It is None for one without a trace." if lacking else ""
     if expected and is_real:
         waiting = {one[0] for one in places if any(jobs.waits_for(one, other) for other in places)}
-        if got[0] in waiting and expected[0] not in waiting:
+        if expected[0] in waiting:
+            return (
+                "this divergence waits for another group, as all do here, and it is not the smallest (number, group)."
+            )
+        if got[0] in waiting:
             return "this divergence waits for another group: a member without its call is in the other group's call."
         return "this divergence is not the smallest (number, group) of those that wait for no other."
     if expected and not got and all(any(jobs.waits_for(one, other) for other in places) for one in places):
