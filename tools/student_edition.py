@@ -37,7 +37,7 @@ INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", "
 DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
 INCLUDED += (
-    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "hints.md", "*.png", "*.svg", "*.py")),
+    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "nccl.md", "hints.md", "*.png", "*.svg", "*.py")),
     "lessons/*/timeline.json",
     "site/**/*",
 )

@@ -61,9 +61,7 @@ def explain_place(traces, got, expected):
     if expected and is_real:
         waiting = {one[0] for one in places if any(jobs.waits_for(one, other) for other in places)}
         if expected[0] in waiting:
-            return (
-                "this divergence waits for another group, as all do here, and it is not the smallest (number, group)."
-            )
+            return "this divergence waits for another group, as all do, and is not the smallest (number, group)."
         if got[0] in waiting:
             return "this divergence waits for another group: a member without its call is in the other group's call."
         return "this divergence is not the smallest (number, group) of those that wait for no other."
