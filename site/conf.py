@@ -33,8 +33,8 @@ ADDRESS = "".join(re.findall(r'^url: "(.*)"$', CITATION.read_text() if CITATION.
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "site/questions/*.md", "assignments.md", "docs/*.md", "docs/gpu_runs/*.md"]
-include_patterns += ["notebooks/*.ipynb"]
-include_patterns += ["lessons/*/README.md", "lessons/capstone/last_mile.md", "lessons/*/nccl.md", "lessons/*/answers.md"]
+include_patterns += ["notebooks/*.ipynb", "lessons/*/nccl.md"]
+include_patterns += ["lessons/*/README.md", "lessons/capstone/last_mile.md", "lessons/*/answers.md"]
 include_patterns += [] if HAS_SOLUTIONS else ["README.md"]  # the student edition has its own README
 exclude_patterns = [".*", "out"]
 
