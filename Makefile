@@ -1,5 +1,5 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
-#   PYTHON, TORCH_INDEX, TORCH     see setup.mk
+#   PYTHON, TORCH_INDEX, TORCH     see tools/setup.mk
 #   EVERYTHING=1                   for make test: also run the tests marked "extended"
 #   MODULE=3                       for make module and make new: the module; for make figures, notebooks and slides: do this module only
 #   NAME=lockstep                  for make new: the name of the module's file
@@ -150,7 +150,7 @@ rehearsal: setup
 cluster: setup
 	$(BIN)/python -m tools.cluster
 
-include setup.mk
+include tools/setup.mk
 
 # `make demo` needs few of the packages.
 DEMO := $(VENV)/installed-for-demo

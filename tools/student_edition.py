@@ -31,9 +31,9 @@ CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "ex
 CHECKS += tuple(f"tests/m17_prove_it/{name}.py" for name in ("blind", "faults", "implementations", "topics"))
 
 BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
-INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
+INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "tools/setup.mk")
 INCLUDED += (*CORE, "brigade/lab/**/*.py", "brigade/lab/cli/*.j2", "brigade/lab/*.html", "brigade/lab/*.js", *CHECKS)
-INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
+INCLUDED += (".dockerignore", ".devcontainer/*", ".github/workflows/site.yml")
 DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
 INCLUDED += (

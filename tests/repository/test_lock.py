@@ -166,7 +166,15 @@ def test_a_job_that_may_write_runs_no_code_of_packages(path):
 
 
 @pytest.mark.parametrize(
-    "name", ["setup.mk", "Makefile", "Dockerfile", "tools/student/Makefile", "tools/gradescope/setup.sh", *WORKFLOWS]
+    "name",
+    [
+        "tools/setup.mk",
+        "Makefile",
+        ".devcontainer/Dockerfile",
+        "tools/student/Makefile",
+        "tools/gradescope/setup.sh",
+        *WORKFLOWS,
+    ],
 )
 def test_packages_are_installed_from_the_lock(name):
     """The course itself is installed without others. Only torch from another index has no hash."""
