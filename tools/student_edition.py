@@ -37,8 +37,8 @@ INCLUDED += (".dockerignore", ".devcontainer/*", ".github/workflows/site.yml")
 DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
 INCLUDED += (
-    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "nccl.md", "hints.md", "*.png", "*.svg", "*.py")),
-    "lessons/*/timeline.json",
+    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "nccl.md", "hints.md", "*.py", "*.png", "*.svg")),
+    *("lessons/*/measure/*.py", "lessons/*/pictures/*"),
     "site/**/*",
 )
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil", "setuptools")  # from requirements.txt

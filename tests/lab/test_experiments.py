@@ -15,15 +15,13 @@ from brigade.lab import experiment, ladder
 from brigade.ranks.runner import ranks
 from brigade.ranks.runner.ranks import run_ranks
 
-MODULE_FILES = {path for entry in MODULES for path in entry.paths}
-LAUNCH = ROOT / "lessons/m00_ring/launch.py"  # torchrun starts it
+LAUNCH = ROOT / "lessons/m00_ring/measure/launch.py"  # torchrun starts it
 LAST_MILE = [ROOT / "lessons/capstone" / name for name in ("train.py", "checkpoint.py")]  # see test_train.py
-POST_MORTEM = ROOT / "lessons/m13_post_mortem"  # torchrun starts hang.py, and draw.py needs its dumps
+POST_MORTEM = ROOT / "lessons/m13_post_mortem/measure"  # torchrun starts hang.py, and draw.py needs its dumps
 SCRIPTS = [
     path
-    for path in sorted(ROOT.glob("lessons/*/*.py"))
-    if path.relative_to(ROOT / "lessons") not in MODULE_FILES
-    and path not in (LAUNCH, *LAST_MILE, *POST_MORTEM.iterdir())
+    for path in sorted([*ROOT.glob("lessons/*/measure/*.py"), *ROOT.glob("lessons/capstone/*.py")])
+    if path not in (LAUNCH, *LAST_MILE, *POST_MORTEM.iterdir())
 ]
 RUNS_MODULES = [path for path in SCRIPTS if "experiment(main" in path.read_text()]
 
@@ -153,7 +151,7 @@ LONG = {
 
 
 def name(path):
-    return f"{path.parent.name[:3]}/{path.stem}"
+    return f"{path.relative_to(ROOT / 'lessons').parts[0][:3]}/{path.stem}"
 
 
 def mark_long(paths):
@@ -163,7 +161,8 @@ def mark_long(paths):
 def test_the_readings_name_their_scripts():
     assert set(PRINTED) | set(ROUNDS) | LONG <= {name(path) for path in SCRIPTS}
     for path in SCRIPTS:
-        assert f"python {path.relative_to(ROOT)}" in path.with_name("README.md").read_text()
+        folder = ROOT.joinpath(*path.relative_to(ROOT).parts[:2])
+        assert f"python {path.relative_to(ROOT)}" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", mark_long(SCRIPTS), ids=name)
@@ -189,11 +188,11 @@ def test_a_skeleton_is_one_sentence(tmp_path, monkeypatch, capsys):
             (tmp_path / file.name).write_text(text)
     monkeypatch.setattr(sys, "argv", ["order.py", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^module \d, part \(a\) .*`brigade check \d`.*$"):
-        runpy.run_path(str(ROOT / "lessons/m03_overlapped_ddp/order.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "lessons/m03_overlapped_ddp/measure/order.py"), run_name="__main__")
 
 
 def test_a_script_runs_from_the_command_line():
-    command = [sys.executable, "lessons/m04_bucketed_ddp/buckets.py", "solutions"]
+    command = [sys.executable, "lessons/m04_bucketed_ddp/measure/buckets.py", "solutions"]
     done = hang_guard.run(command, cwd=ROOT, env={}, capture_output=True, text=True)
     assert done.returncode == 0 and "10 MiB: 339 buckets" in done.stdout and not done.stderr
 
@@ -201,7 +200,8 @@ def test_a_script_runs_from_the_command_line():
 @pytest.mark.extended
 def test_torchrun_starts_the_ranks():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(LAUNCH)]
-    assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in LAUNCH.with_name("README.md").read_text()
+    reading = (LAUNCH.parents[1] / "README.md").read_text()
+    assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in reading
     how = {"cwd": ROOT, "capture_output": True, "text": True}
     done = hang_guard.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
     assert done.returncode == 0, done.stderr

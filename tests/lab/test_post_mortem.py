@@ -587,10 +587,8 @@ def test_a_page_shows_text_and_no_markup_of_a_dump(tmp_path):
 def test_dump_trace_merges_the_recorders(tmp_path, monkeypatch):
     """A group may have gloo and NCCL, which count their calls separately. The entries keep the order of their times."""
     world, pair = object(), object()
-    state = SimpleNamespace(
-        pg_names={world: "0", pair: "1"},
-        pg_backend_config={world: "cpu:gloo,cuda:nccl", pair: "cuda:nccl"},
-    )
+    backends = {world: "cpu:gloo,cuda:nccl", pair: "cuda:nccl"}
+    state = SimpleNamespace(pg_names={world: "0", pair: "1"}, pg_backend_config=backends)
     monkeypatch.setattr(dist.distributed_c10d, "_world", state)
     monkeypatch.setattr(dist, "get_process_group_ranks", {world: [0, 1, 2], pair: [0, 2]}.get)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)

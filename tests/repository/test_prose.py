@@ -84,7 +84,7 @@ def words() -> set[str]:
         *FOREIGN.split(),
         *(name.removeprefix("test_") for name in names_of_tests()),
     }
-    files = [path for place in ("*", "docs/*", "lessons/*/*", "tools/student/*") for path in ROOT.glob(place)]
+    files = [path for place in ("*", "docs/*", "lessons/**/*", "tools/student/*") for path in ROOT.glob(place)]
     found |= {path.stem for path in (*files, *code_texts())}
     return found.union(*(re.findall(r"[A-Za-z_]\w*", text) for text in code_texts().values()))
 
@@ -131,7 +131,7 @@ def is_option(option: str) -> bool:
 @cache
 def names_of_files() -> set[str]:
     """Return the names of the files at the top, in `.github`, in the lessons and in `tools/student`, as AGENTS.md."""
-    return {path.name for place in ("*", ".github/*", "tools/student/*", "lessons/*/*") for path in ROOT.glob(place)}
+    return {path.name for place in ("*", ".github/*", "tools/student/*", "lessons/**/*") for path in ROOT.glob(place)}
 
 
 @pytest.mark.parametrize(
