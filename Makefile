@@ -1,5 +1,5 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
-#   PYTHON, TORCH_INDEX, TORCH     see setup.mk
+#   PYTHON, TORCH_INDEX, TORCH     see tools/setup.mk
 #   EVERYTHING=1                   for make test: also run the tests marked "extended"
 #   MODULE=3                       for make module and make new: the module; for make figures, notebooks and slides: do this module only
 #   NAME=lockstep                  for make new: the name of the module's file
@@ -22,7 +22,7 @@ SITE := $(if $(STUDENT),student-site,site)
 # Containers often set it. Every process of make test would then compile all tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal cluster lint lock setup-demo
+.PHONY: help demo test module new figures notebooks slides site gradescope student post-mortem package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal cluster lint lock setup-demo
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -37,6 +37,7 @@ help:
 	@echo "make site             build the course's site, out/site; with STUDENT=1, build the students' site, out/student-site"
 	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
+	@echo "make post-mortem      write module 13's program as one file, out/post_mortem.py, which needs only Python"
 	@echo "make package          write out/bucket_brigade-*.whl, with which students run brigade init and brigade update"
 	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL, and write a report to out/gpu_run;"
 	@echo "                      needs only a python3 with torch, pytest and rich"
@@ -105,9 +106,13 @@ gradescope: setup
 student: setup
 	$(BIN)/python -m tools.student_edition $(if $(HINTS),--hints $(HINTS))
 
+post-mortem: setup
+	mkdir -p out
+	$(BIN)/python -m brigade.course.cli.post_mortem out/post_mortem.py
+
 package: student
 	cp out/student.zip brigade/course/student.zip
-	cp solutions/m13_post_mortem/post_mortem.py brigade/course/post_mortem.py
+	$(BIN)/python -m brigade.course.cli.post_mortem brigade/course/post_mortem.py
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir out .
 	rm -rf build brigade/course/student.zip brigade/course/post_mortem.py
 
@@ -146,7 +151,7 @@ rehearsal: setup
 cluster: setup
 	$(BIN)/python -m tools.cluster
 
-include setup.mk
+include tools/setup.mk
 
 # `make demo` needs few of the packages.
 DEMO := $(VENV)/installed-for-demo

@@ -227,7 +227,7 @@ def add_to_chapter(app: Sphinx, doctree: nodes.document) -> None:
     if path.name != "README.md" or path.parent.parent.name != "lessons":
         return
     missing = [*add_figures(doctree, chapter), *add_predictions(doctree, chapter)]
-    if (stored := path.with_name("timeline.json")).exists():
+    if (stored := path.parent / "pictures" / "timeline.json").exists():
         add_timeline(doctree, json.loads(stored.read_text()), TIMELINES[chapter])
     for text in missing:
         logging.getLogger(__name__).warning(f"{chapter} does not contain {text!r}, which site/live.py names")

@@ -18,6 +18,9 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
+from brigade.course.cli.post_mortem import make_program
+from brigade.course.table.modules import HAS_SOLUTIONS  # no student edition has them
+
 COURSE = Path(__file__).resolve().parents[1]
 # The version, and the checksum that npm's lock files have for it.
 VERSION = "314.0.7"
@@ -25,7 +28,6 @@ ADDRESS = f"https://registry.npmjs.org/pyodide/-/pyodide-{VERSION}.tgz"
 SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 FETCHED = COURSE / "out" / f"pyodide-{VERSION}"
-PROGRAM = COURSE / "solutions" / "m13_post_mortem" / "post_mortem.py"  # no student edition has it
 EXAMPLE = COURSE / "tests" / "m13_post_mortem" / "dumps" / "2.13-nccl.txt"
 PAGE = "site/post_mortem"
 MISSING = (
@@ -56,7 +58,7 @@ def fetch() -> bool:
 
 def choose_content(app: Sphinx, docname: str, source: list[str]) -> None:
     """Give the page its example, or one sentence instead of the program if it cannot run here."""
-    if docname == PAGE and FETCHED.is_dir() and PROGRAM.is_file():
+    if docname == PAGE and FETCHED.is_dir() and HAS_SOLUTIONS:
         dumps = [line.removeprefix("skip ") for line in EXAMPLE.read_text().splitlines() if line.startswith("skip ")]
         source[0] = source[0].replace("[]", f"[{','.join(dumps)}]")
     elif docname == PAGE:
@@ -65,10 +67,10 @@ def choose_content(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def copy_program(app: Sphinx, error: Exception | None) -> None:
     """Put Pyodide and the program where the page's script looks for them."""
-    if error is None and FETCHED.is_dir() and PROGRAM.is_file():
+    if error is None and FETCHED.is_dir() and HAS_SOLUTIONS:
         folder = Path(app.outdir, "_static", "pyodide")
         shutil.copytree(FETCHED, folder, dirs_exist_ok=True)
-        shutil.copy(PROGRAM, folder)
+        (folder / "post_mortem.py").write_text(make_program())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run the jobs of slurm/ on a real cluster of two nodes, which exists only while this runs: python -m tools.cluster
+"""Run the jobs of tools/slurm on a real cluster of two nodes, which this makes and removes: python -m tools.cluster
 
 It needs Linux, root, and Debian's packages slurm-wlm, munge and iproute2. Everything runs in namespaces of this
 program: the controller, and each node with a network, a name and processes of its own. When this program ends, however
@@ -195,7 +195,7 @@ def run_bench(cluster: Cluster) -> None:
     """Run the benchmark with gloo on one rank in each of two nodes."""
     shape = ["--nodes", 2, "--gpus-per-node", 0, "--cpus-per-task", 2]
     options = ["--modules", "1", "--rounds", 8, "--batch", 2, "--time", 32, "--json", FOLDER / "bench.json"]
-    job = cluster.submit(*shape, "slurm/bench.sbatch", *options, ranks=1)
+    job = cluster.submit(*shape, "tools/slurm/bench.sbatch", *options, ranks=1)
     cluster.expect_exit(job, "COMPLETED 0:0")
     found = json.loads((FOLDER / "bench.json").read_text())
     if "torch DDP" not in cluster.read_output(job):
@@ -219,7 +219,7 @@ def read_losses(text: str) -> list[str]:
 
 def run_training(cluster: Cluster) -> None:
     """Train on two nodes, lose one and go on, save when warned, and go on with one node to the end."""
-    words = ["--gpus-per-node", 0, "--cpus-per-task", 2, "slurm/train.sbatch"]
+    words = ["--gpus-per-node", 0, "--cpus-per-task", 2, "tools/slurm/train.sbatch"]
     training = [*words, *TRAINING, "--every", 5, "--save", FOLDER / "run"]
     job = cluster.submit("--nodes", 2, *training, ranks=1)
     wait_for("the first checkpoint", lambda: read_step() >= 5)
@@ -281,8 +281,8 @@ def count_graded(gradebook: Path) -> int:
 
 
 def submit_class(cluster: Cluster, directory: Path, gradebook: Path) -> str:
-    """Submit an array and its last job, as slurm/grade.sbatch says. Return the number of the last job."""
-    job = ["--cpus-per-task", 1, "slurm/grade.sbatch", directory, gradebook, *GRADING]
+    """Submit an array and its last job, as tools/slurm/grade.sbatch says. Return the number of the last job."""
+    job = ["--cpus-per-task", 1, "tools/slurm/grade.sbatch", directory, gradebook, *GRADING]
     tasks = cluster.submit("--array", f"0-{TASKS - 1}", *job)
     return cluster.submit("--dependency", f"afterany:{tasks}", *job)
 

@@ -27,9 +27,9 @@ from brigade.lab.memory import draw_step, measure_step
 from brigade.lab.notebook_plots import draw_bars, draw_timelines
 from brigade.lab.timeline import trace
 from brigade.ranks.runner.ranks import run_ranks
-from lessons.m07_cached_shards.views import make_getters, measure_us
-from lessons.m08_zero_optimizer import memory
-from lessons.m16_half_bytes import wire
+from lessons.m07_cached_shards.measure.views import make_getters, measure_us
+from lessons.m08_zero_optimizer.measure import memory
+from lessons.m16_half_bytes.measure import wire
 from tools.for_modules import run_for_modules
 from tools.live_timelines import record_runs
 
@@ -78,9 +78,9 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
         drawings["timeline"] = partial(draw_steps, compared)
         if entry.track == ADVANCED and "PrefetchedDDP" not in entry.public:  # it keeps what module 8 keeps
             drawings["memory"] = lambda path: draw_step(measure_step([*map(get_variant, compared)]), path)
-    pictures = {entry.lesson / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
+    pictures = {entry.lesson / "pictures" / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
     if "timeline" in drawings:
-        pictures[entry.lesson / "timeline.json"] = partial(store_runs, entry)
+        pictures[entry.lesson / "pictures" / "timeline.json"] = partial(store_runs, entry)
     return pictures
 
 

@@ -31,22 +31,14 @@ CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "ex
 CHECKS += tuple(f"tests/m17_prove_it/{name}.py" for name in ("blind", "faults", "implementations", "topics"))
 
 BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
-INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
-INCLUDED += (
-    "brigade/course/table/*.md",
-    *CORE,
-    "brigade/lab/**/*.py",
-    "brigade/lab/cli/*.j2",
-    "brigade/lab/*.html",
-    "brigade/lab/*.js",
-    *CHECKS,
-)
-INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
+INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "tools/setup.mk", "brigade/course/table/*.md")
+INCLUDED += (*CORE, "brigade/lab/**/*.py", "brigade/lab/cli/*.j2", "brigade/lab/*.html", "brigade/lab/*.js", *CHECKS)
+INCLUDED += (".dockerignore", ".devcontainer/*", ".github/workflows/site.yml")
 DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
 INCLUDED += (
-    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "hints.md", "*.png", "*.svg", "*.py")),
-    "lessons/*/timeline.json",
+    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "nccl.md", "hints.md", "*.py", "*.png", "*.svg")),
+    *("lessons/*/measure/*.py", "lessons/*/pictures/*"),
     "site/**/*",
 )
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil", "setuptools")  # from requirements.txt

@@ -171,7 +171,7 @@ def choose_modules(files: Collection[str]) -> tuple[str, dict[str, str], list[st
 
 def list_ignored(files: Collection[str], modules: Collection[str]) -> list[str]:
     """Return the Python files beside graded modules that do not belong to the course, such as a student's helpers."""
-    course = {entry.package: {path.name for path in entry.lesson.glob("*.py")} for entry in MODULES}
+    course = {entry.package: {path.name for path in entry.lesson.rglob("*.py")} for entry in MODULES}
     everywhere = set().union(*course.values())
     places = {os.path.dirname(module) for module in modules}
     ignored = []

@@ -73,7 +73,7 @@ def find_pairs(
         texts["solutions/"] = {path: (ROOT / "solutions" / path).read_text() for path in paths}
         texts["tests/"] = {"alternative.py": (entry.tests / "alternative.py").read_text()}  # no name has a slash
         readings = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
-        given = [path.read_text() for path in entry.lesson.glob("*.py")]  # the skeleton, and the measuring scripts
+        given = [path.read_text() for path in entry.lesson.rglob("*.py")]  # the skeleton, and the measuring scripts
         given += map(textwrap.dedent, CODE.findall(readings))
         common = set().union(*(find_runs({"": text}) for text in given))
         own: dict[str, dict[int, set[Line]]] = {}

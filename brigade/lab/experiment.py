@@ -6,8 +6,8 @@
     if __name__ == "__main__":
         run_experiment(main, module=3)
 
-Run such a script as `python lessons/m03_overlapped_ddp/order.py`, optionally followed by another directory of modules.
-Only `show_progress` needs more than the standard library.
+Run such a script as `python lessons/m03_overlapped_ddp/measure/order.py`, optionally followed by another directory of
+modules. Only `show_progress` needs more than the standard library.
 """
 
 from __future__ import annotations

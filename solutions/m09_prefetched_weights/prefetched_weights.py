@@ -77,6 +77,7 @@ class PrefetchedDDP(CachedDDP):
         self.wait_for(self.groups_of[owner])
 
     def forward(self, *args, **kwargs):
+        """Run the module, after a wait for the weights that no hook waits for."""
         # No hook runs for a module that is never called, such as a ParameterList or a layer whose weight another module
         # reads. Wait here for the groups of every module that has not been called yet.
         ### BEGIN SOLUTION part (e)

@@ -12,8 +12,6 @@ times as many reduce-scatters, or memory for all gradients (`no_sync`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +21,9 @@ from ..m05_grad_buffer.grad_buffer import plan_layout
 from ..m06_coalesced.coalesced import reduce_scatter
 from ..m07_cached_shards.cached_shards import CachedBucketGroup, CachedDDP
 from ..m08_zero_optimizer.zero_optimizer import ParamShard, ZeroOptimizer, adopt_weights
+
+DType = torch.dtype | None  # None keeps the parameters' dtype
+ProcessGroup = dist.ProcessGroup | None  # None is the default group
 
 
 class ShardedGradBuffer:
@@ -41,15 +42,9 @@ class ShardedGradBuffer:
         return self.grad_data[begin // self.size : end // self.size]
         ### END SOLUTION
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        bucket_numel: int | None,
-        grad_dtype: torch.dtype | None,
-        process_group: dist.ProcessGroup | None,
-    ):
+    def __init__(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: DType, group: ProcessGroup):
         self.params = list(params)
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = plan_layout([p.numel() for p in self.params], bucket_numel, self.size)
         first = self.params[0]
         is_wider = grad_dtype is not None and grad_dtype.itemsize > first.itemsize
@@ -127,8 +122,8 @@ class GradShardedDDP(CachedDDP):
         module: nn.Module,
         bucket_numel: int | None = 40_000_000,
         max_live_buckets: int = 2,
-        grad_dtype: torch.dtype | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        grad_dtype: DType = None,
+        process_group: ProcessGroup = None,
     ):
         if max_live_buckets < 1:
             raise ValueError(f"max_live_buckets must be at least 1, but it is {max_live_buckets}")
@@ -136,7 +131,7 @@ class GradShardedDDP(CachedDDP):
         self.max_live_buckets = max_live_buckets
         self.gather_grads = False
 
-    def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: torch.dtype | None):
+    def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: DType):
         """Return the buffer for parameters of one dtype."""
         return ShardedGradBuffer(params, bucket_numel, grad_dtype, self.process_group)
 

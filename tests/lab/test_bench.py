@@ -96,7 +96,7 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
         lab.choose_ranks(wanted[2])
 
 
-DOCUMENTS = [*sorted((ROOT / "slurm").iterdir()), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted((ROOT / "tools/slurm").iterdir()), *sorted((ROOT / "docs").glob("*.md"))]
 NUMBER_OF_RANKS = {
     r"--nproc-per-node (\d+)": r"--nnodes (\d+)",
     r"#SBATCH --gpus-per-node=(\d+)": r"#SBATCH --nodes=(\d+)",
@@ -152,7 +152,7 @@ def test_the_sizes_that_the_page_recommends_fit():
 
 def test_the_slurm_scripts_ask_for_cores_and_memory_and_bind_nothing():
     """With one task per node, Slurm gives a task one core by default, and binds all ranks to it."""
-    for script in (ROOT / "slurm").iterdir():
+    for script in (ROOT / "tools/slurm").iterdir():
         text = script.read_text()
         asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
         gpus = int(asked.get("gpus-per-node", 4))  # grade.sbatch has none, but its comment has 4

@@ -15,15 +15,13 @@ from brigade.lab import experiment, ladder
 from brigade.ranks.runner import ranks
 from brigade.ranks.runner.ranks import run_ranks
 
-MODULE_FILES = {path for entry in MODULES for path in entry.paths}
-LAUNCH = ROOT / "lessons/m00_ring/launch.py"  # torchrun starts it
+LAUNCH = ROOT / "lessons/m00_ring/measure/launch.py"  # torchrun starts it
 LAST_MILE = [ROOT / "lessons/capstone" / name for name in ("train.py", "checkpoint.py")]  # see test_train.py
-POST_MORTEM = ROOT / "lessons/m13_post_mortem"  # torchrun starts hang.py, and draw.py needs its dumps
+POST_MORTEM = ROOT / "lessons/m13_post_mortem/measure"  # torchrun starts hang.py, and draw.py needs its dumps
 SCRIPTS = [
     path
-    for path in sorted(ROOT.glob("lessons/*/*.py"))
-    if path.relative_to(ROOT / "lessons") not in MODULE_FILES
-    and path not in (LAUNCH, *LAST_MILE, *POST_MORTEM.iterdir())
+    for path in sorted([*ROOT.glob("lessons/*/measure/*.py"), *ROOT.glob("lessons/capstone/*.py")])
+    if path not in (LAUNCH, *LAST_MILE, *POST_MORTEM.iterdir())
 ]
 RUNS_MODULES = [path for path in SCRIPTS if "experiment(main" in path.read_text()]
 
@@ -153,7 +151,7 @@ LONG = {
 
 
 def name(path):
-    return f"{path.parent.name[:3]}/{path.stem}"
+    return f"{path.relative_to(ROOT / 'lessons').parts[0][:3]}/{path.stem}"
 
 
 def mark_long(paths):
@@ -163,7 +161,8 @@ def mark_long(paths):
 def test_the_readings_name_their_scripts():
     assert set(PRINTED) | set(ROUNDS) | LONG <= {name(path) for path in SCRIPTS}
     for path in SCRIPTS:
-        assert f"python {path.relative_to(ROOT)}" in path.with_name("README.md").read_text()
+        folder = ROOT.joinpath(*path.relative_to(ROOT).parts[:2])
+        assert f"python {path.relative_to(ROOT)}" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", mark_long(SCRIPTS), ids=name)
@@ -189,11 +188,11 @@ def test_a_skeleton_is_one_sentence(tmp_path, monkeypatch, capsys):
             (tmp_path / file.name).write_text(text)
     monkeypatch.setattr(sys, "argv", ["order.py", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^module \d, part \(a\) .*`brigade check \d`.*$"):
-        runpy.run_path(str(ROOT / "lessons/m03_overlapped_ddp/order.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "lessons/m03_overlapped_ddp/measure/order.py"), run_name="__main__")
 
 
 def test_a_script_runs_from_the_command_line():
-    command = [sys.executable, "lessons/m04_bucketed_ddp/buckets.py", "solutions"]
+    command = [sys.executable, "lessons/m04_bucketed_ddp/measure/buckets.py", "solutions"]
     done = hang_guard.run(command, cwd=ROOT, env={}, capture_output=True, text=True)
     assert done.returncode == 0 and "10 MiB: 339 buckets" in done.stdout and not done.stderr
 
@@ -201,7 +200,8 @@ def test_a_script_runs_from_the_command_line():
 @pytest.mark.extended
 def test_torchrun_starts_the_ranks():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(LAUNCH)]
-    assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in LAUNCH.with_name("README.md").read_text()
+    reading = (LAUNCH.parents[1] / "README.md").read_text()
+    assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in reading
     how = {"cwd": ROOT, "capture_output": True, "text": True}
     done = hang_guard.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
     assert done.returncode == 0, done.stderr
@@ -220,7 +220,7 @@ def test_without_torchrun_one_line_says_how_to_start():
 @pytest.mark.parametrize("fault", ["skip", "circle"])
 def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
     """The dumps stored in tests/m13_post_mortem are what hang.py writes: the same calls, and the same finding."""
-    folders = ROOT / "solutions/m13_post_mortem", POST_MORTEM
+    folders = ROOT / "solutions", POST_MORTEM
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
     how = {"cwd": tmp_path, "env": environment, "capture_output": True}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
@@ -228,7 +228,7 @@ def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
     lines = (ROOT / "tests/m13_post_mortem/dumps/2.13.txt").read_text().splitlines()
     for rank, line in enumerate(line for line in lines if line.startswith(f"{fault} ")):
         (tmp_path / f"stored_{rank}.json").write_text(line.removeprefix(f"{fault} "))
-    program = "import sys, post_mortem, draw, pathlib; post_mortem.main(sys.argv[1:]); "
+    program = "import sys, draw, pathlib; from m13_post_mortem.post_mortem import main; main(sys.argv[1:]); "
     program += "draw.draw(sys.argv[1:], pathlib.Path('calls.png'))"
     stored, new = (
         hang_guard.run([sys.executable, "-c", program, *(f"{name}_{rank}.json" for rank in range(3))], **how).stdout

@@ -7,18 +7,22 @@ import json
 import pickle
 import random
 import re
+import sys
 import zlib
 from types import SimpleNamespace
 
+import hang_guard
 import pytest
 import torch.distributed as dist
 from test_m13_post_mortem import CULPRITS, DUMPS, FAULTS, VERSIONS
 
+from brigade.course.cli.post_mortem import make_program
+from brigade.ranks.errors import UserError
 from m13_post_mortem import corpus, expected
 from m13_post_mortem import scenario as scenarios
-from solutions.m13_post_mortem import post_mortem
+from solutions.m13_post_mortem import post_mortem, records, words
 
-ACCUSING = {*post_mortem.VERBS} - {"dead", "stuck", "unseen", "unexplained", "stale"}
+ACCUSING = {*words.VERBS} - {"dead", "stuck", "unseen", "unexplained", "stale"}
 KINDS = {"skip": "missing", "blocked": "different_op", "size": "different_size", "circle": "circular"}
 REAL_KINDS = KINDS | {"blocked": "missing"}  # NCCL's launches return at once, so later calls prove that one was skipped
 RECORDED = sorted(path.name for path in DUMPS.iterdir())
@@ -49,7 +53,7 @@ def make_record(entries, groups=None, world_size=2, **changes):
 def load(tmp_path, record, name="nccl_trace_rank_0"):
     path = tmp_path / name
     path.write_bytes(pickle.dumps(record, 2))
-    return post_mortem.load_trace(path)
+    return records.load_trace(path)
 
 
 def diagnose(tmp_path, *records):
@@ -83,7 +87,7 @@ def test_torch_s_own_dumps_give_the_same_findings(name, form, tmp_path, capsys):
         if fault == "circle" and "nccl" not in name:  # gloo's record does not name the members of its groups
             assert status == 2 and "use dump_trace" in printed
             continue
-        finding = post_mortem.diagnose([post_mortem.load_trace(path) for path in post_mortem.list_files([folder])])
+        finding = post_mortem.diagnose([records.load_trace(path) for path in records.list_files([folder])])
         if "nccl" in name and fault == "stuck":  # neither the real nor the simulated NCCL notices that roots differ
             assert finding.kind == "healthy" and status == 0
             continue
@@ -103,7 +107,7 @@ def test_dumps_of_nccl_give_the_same_findings(name, tmp_path):
         fault, text = line.split(" ", 1)
         path = tmp_path / f"{fault}_{len(jobs.setdefault(fault, []))}"
         path.write_text(text)
-        jobs[fault].append(post_mortem.load_trace(path))
+        jobs[fault].append(records.load_trace(path))
     findings = {fault: post_mortem.diagnose(traces) for fault, traces in jobs.items()}
     found = {fault: (one.kind, "".join(map(str, one.ranks))) for fault, one in findings.items() if fault != "stuck"}
     kinds = REAL_KINDS if name == "2.11-nccl.txt" else KINDS
@@ -141,8 +145,20 @@ def test_what_torch_wrote_on_a_gpu_after_a_time_out(fault, kind, ranks, words, t
     assert post_mortem.main([str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert all(word in printed for word in words)
-    finding = post_mortem.diagnose([post_mortem.load_trace(path) for path in post_mortem.list_files([tmp_path])])
+    finding = post_mortem.diagnose([records.load_trace(path) for path in records.list_files([tmp_path])])
     assert (finding.kind, finding.ranks) == (kind, ranks)
+
+
+def test_one_file_contains_the_program(tmp_path, capsys):
+    """What `make post-mortem` writes needs only Python: neither torch nor another file of the course."""
+    copy, folder = tmp_path / "copy.py", tmp_path / "dumps"
+    copy.write_text(make_program())
+    folder.mkdir()
+    assert write_recorded("2.13-nccl.torch", "circle", "pickle", folder) and post_mortem.main([str(folder)]) == 1
+    done = hang_guard.run([sys.executable, "-I", "-S", copy, folder], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, capsys.readouterr().out, "")
+    with pytest.raises(UserError, match="brigade check 13"):
+        make_program("lessons")
 
 
 def test_every_version_is_recorded():
@@ -190,11 +206,11 @@ def test_messages_are_not_calls(tmp_path):
         ("send", 1, False),
         ("recv", 1, False),
     ]
-    assert post_mortem.find_last(trace).op == "recv"
+    assert words.find_last(trace).op == "recv"
     trace = load(tmp_path, make_record([make_entry(1), *batch, end | {"state": "completed"}, make_entry(2)]))
     assert [call.is_complete for call in trace.messages] == [True, True]
-    assert post_mortem.find_last(trace).op == "all_reduce"
-    assert post_mortem.find_last(load(tmp_path, make_record([]))) is None
+    assert words.find_last(trace).op == "all_reduce"
+    assert words.find_last(load(tmp_path, make_record([]))) is None
 
 
 def test_operations_that_are_launched_together_are_one_call(tmp_path):
@@ -287,7 +303,7 @@ def test_a_rank_that_never_called_has_no_world_size(tmp_path):
     silent = make_record([], pg_config={})
     for rank, record in enumerate((seen, silent, seen)):
         (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(record, 2))
-    finding = post_mortem.diagnose([post_mortem.load_trace(path) for path in post_mortem.list_files([tmp_path])])
+    finding = post_mortem.diagnose([records.load_trace(path) for path in records.list_files([tmp_path])])
     assert post_mortem.main([str(tmp_path)]) == 1 and finding.ranks == [1] and finding.text.startswith("Rank 1 ")
 
 
@@ -345,7 +361,7 @@ def make_jobs(change):
 
 def make_traces(traces):
     """Return dictionaries as traces of the reference."""
-    classes = {"Trace": post_mortem.Trace, "Call": post_mortem.Call}
+    classes = {"Trace": records.Trace, "Call": records.Call}
     original, scenarios.student = scenarios.student, lambda package, name: classes[name]
     try:
         return scenarios.make_traces(json.loads(json.dumps(traces)))
@@ -460,7 +476,7 @@ def test_times_of_dumps(waited_s, apart_s, kind, ranks, tmp_path):
         record["time_ns"] = start + int((waited_s + apart_s * (rank != 1)) * 1e9)
         path = tmp_path / f"dump_{rank}.json"
         path.write_text(json.dumps(record))
-        traces.append(post_mortem.load_trace(path))
+        traces.append(records.load_trace(path))
     finding = post_mortem.diagnose(traces)
     assert (finding.kind, finding.ranks) == (kind, ranks)
     assert "4 ms" in finding.text or kind != "running"
@@ -507,7 +523,7 @@ def test_a_pickle_is_not_executed(tmp_path):
     path = tmp_path / "trace_rank_0"
     path.write_bytes(b"\x80\x02cos\nsystem\nX\x0a\x00\x00\x00touch gotit\x85R.")
     with pytest.raises(ValueError, match=r"os\.system"):
-        post_mortem.load_trace(path)
+        records.load_trace(path)
 
 
 @pytest.mark.parametrize(("name", "rank"), [("nccl_trace_rank_3", 3), ("dump_1.json", 1), ("trace_2.f0", 2), ("x7", 7)])
@@ -532,9 +548,9 @@ def test_a_folder_may_contain_other_files(tmp_path, capsys):
         (tmp_path / f"dump_{rank}.json").write_text("{")
     (tmp_path / "dump_9.json").write_text("")
     names = ["dump_2.json", "dump_9.json", "dump_10.json"]
-    assert [path.name for path in post_mortem.list_files([tmp_path])] == names
+    assert [path.name for path in records.list_files([tmp_path])] == names
     (tmp_path / "trace_rank_0").write_bytes(b"\x80")
-    assert [path.name for path in post_mortem.list_files([tmp_path])] == ["trace_rank_0", *names]
+    assert [path.name for path in records.list_files([tmp_path])] == ["trace_rank_0", *names]
 
 
 @pytest.mark.parametrize("broken", [b"", b'{"rank": 1, "groups"'])
@@ -571,9 +587,8 @@ def test_a_page_shows_text_and_no_markup_of_a_dump(tmp_path):
 def test_dump_trace_merges_the_recorders(tmp_path, monkeypatch):
     """A group may have gloo and NCCL, which count their calls separately. The entries keep the order of their times."""
     world, pair = object(), object()
-    state = SimpleNamespace(
-        pg_names={world: "0", pair: "1"}, pg_backend_config={world: "cpu:gloo,cuda:nccl", pair: "cuda:nccl"}
-    )
+    backends = {world: "cpu:gloo,cuda:nccl", pair: "cuda:nccl"}
+    state = SimpleNamespace(pg_names={world: "0", pair: "1"}, pg_backend_config=backends)
     monkeypatch.setattr(dist.distributed_c10d, "_world", state)
     monkeypatch.setattr(dist, "get_process_group_ranks", {world: [0, 1, 2], pair: [0, 2]}.get)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
@@ -583,10 +598,10 @@ def test_dump_trace_merges_the_recorders(tmp_path, monkeypatch):
     pair_call = make_entry(1, "nccl:broadcast", time_created_ns=3, process_group=("1", "rows"))
     nccl = make_record([make_entry(1, time_created_ns=1), pair_call])
     clock = iter(range(10**9, 10**10, 10**9))  # each question takes a second
-    monkeypatch.setattr(post_mortem.time, "time_ns", clock.__next__)
-    monkeypatch.setattr(post_mortem, "_read_recorders", lambda: iter([gloo, nccl] * (next(clock) == 2 * 10**9)))
-    post_mortem.dump_trace(tmp_path / "dump", has_ended=True)
-    trace = post_mortem.load_trace(tmp_path / "dump")
+    monkeypatch.setattr(records.time, "time_ns", clock.__next__)
+    monkeypatch.setattr(records, "_read_recorders", lambda: iter([gloo, nccl] * (next(clock) == 2 * 10**9)))
+    records.dump_trace(tmp_path / "dump", has_ended=True)
+    trace = records.load_trace(tmp_path / "dump")
     assert [(call.op, call.number) for call in trace.calls] == [("all_reduce", 1), ("barrier", 1), ("broadcast", 1)]
     assert [call.ranks for call in trace.calls] == [(0, 1, 2), (0, 1, 2), (0, 2)]
     assert len({call.group for call in trace.calls}) == 3 and trace.calls[-1].description == "rows"
@@ -606,7 +621,7 @@ def test_every_recorder_is_asked(monkeypatch):
     c10d = pytest.importorskip("torch._C._distributed_c10d")
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
     monkeypatch.setattr(c10d, "_dump_nccl_trace", dump, raising=False)
-    assert len(list(post_mortem._read_recorders())) == 3 and asked == [{}, {}, {"backend": "nccl2"}]
+    assert len(list(records._read_recorders())) == 3 and asked == [{}, {}, {"backend": "nccl2"}]
     monkeypatch.delattr(c10d, "_dump_nccl_trace")
     monkeypatch.setattr(c10d, "_dump_fr_trace", lambda *values: dump())
-    assert len(list(post_mortem._read_recorders())) == 1
+    assert len(list(records._read_recorders())) == 1

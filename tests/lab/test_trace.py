@@ -213,7 +213,7 @@ def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, 
         monkeypatch.setattr(figures, "trace", lambda variants, line=line: [line] * len(variants))
         assert run_for_modules("figures", None, figures.draw_figures) == (not verdict.is_quiet)
         assert ("timeline.png not written" in capsys.readouterr().out) != verdict.is_quiet
-    assert drawn == [get_module(3).lesson / "timeline.png"]
+    assert drawn == [get_module(3).lesson / "pictures" / "timeline.png"]
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
     assert run_for_modules("figures", None, figures.draw_figures) == 2
     assert capsys.readouterr().err.startswith("figures: ")
@@ -252,5 +252,5 @@ def test_a_live_figure_has_several_runs_of_its_module(number):
     entry = get_module(number)
     listed = live_timelines.list_recorded(entry)
     assert 3 <= len(listed) <= 5 and sum(f"module {number}" in name for name, *_ in listed) >= 2
-    stored = json.loads((entry.lesson / "timeline.json").read_text())
+    stored = json.loads((entry.lesson / "pictures" / "timeline.json").read_text())
     assert [run["name"] for run in stored["runs"]] == [name for name, *_ in listed]

@@ -219,15 +219,8 @@ def list_waits(alive, ranks):
 def finish(kind, guilty, place, places, more=()):
     calls = {f"{call.op} ({call.line})" for one in places for call in one.calls.values() if call}
     names = {call.description or call.group for one in places for call in one.calls.values() if call}
-    words = [
-        f"groups {sorted(names)}",
-        kind.replace("_", " "),
-        f"ranks {guilty}",
-        f"number {place.number}",
-        *sorted(calls),
-        *more,
-    ]
-    return Finding(kind, guilty, place.group, place.number, ", ".join(words))
+    words = [f"groups {sorted(names)}", kind.replace("_", " "), f"ranks {guilty}", f"number {place.number}"]
+    return Finding(kind, guilty, place.group, place.number, ", ".join([*words, *sorted(calls), *more]))
 
 
 def main(paths, html=None):

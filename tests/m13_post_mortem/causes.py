@@ -60,7 +60,10 @@ def explain_place(traces, got, expected):
         lacking = {rank for rank, _ in expected[2]} - {rank for rank, _ in got[2]}
         return "calls has every member of the group. It is None for one without a trace." if lacking else ""
     if expected and is_real:
-        if any(jobs.waits_for((got[0], *found[got[0]]), other) for other in places):
+        waiting = {one[0] for one in places if any(jobs.waits_for(one, other) for other in places)}
+        if expected[0] in waiting:
+            return "this divergence waits for another group, as all do, and is not the smallest (number, group)."
+        if got[0] in waiting:
             return "this divergence waits for another group: a member without its call is in the other group's call."
         return "this divergence is not the smallest (number, group) of those that wait for no other."
     if expected and not got and all(any(jobs.waits_for(one, other) for other in places) for one in places):

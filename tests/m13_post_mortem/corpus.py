@@ -191,7 +191,7 @@ def print_table(results: list[tuple[str, set[int], str, set[int]]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "solutions/m13_post_mortem"))
-    import post_mortem
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "solutions"))
+    from m13_post_mortem import post_mortem
 
     print_table(list(examine(post_mortem, 650)))

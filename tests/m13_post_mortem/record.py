@@ -22,7 +22,7 @@ import zlib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "lessons/m13_post_mortem"))
+sys.path.insert(0, str(HERE.parents[1] / "lessons/m13_post_mortem/measure"))
 RANKS = range(3)
 
 
@@ -51,20 +51,9 @@ def record(backend: str) -> None:
     own, others = [], []
     for fault in (function.__name__ for function in hang.FUNCTIONS.values()):
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(len(RANKS)),
-            ]
-            subprocess.run(
-                [*command, __file__, fault, *["nccl"][: backend == "nccl"]],
-                cwd=folder,
-                capture_output=True,
-                check=False,
-            )
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(RANKS)}"]
+            command += [__file__, fault, *["nccl"][: backend == "nccl"]]
+            subprocess.run(command, cwd=folder, capture_output=True, check=False)
             for rank in RANKS:
                 own.append(f"{fault} {Path(folder, f'dump_{rank}.json').read_text()}\n")
                 for form in ("pickle", "json"):

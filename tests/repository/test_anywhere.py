@@ -86,7 +86,7 @@ def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
     python.write_text('#!/bin/sh\nshift 2; printf "%s\\n" "$@"\n')
     python.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", "slurm/grade.sbatch", "class", "grades.csv", "--modules", "6"]
+    command = ["bash", "tools/slurm/grade.sbatch", "class", "grades.csv", "--modules", "6"]
     done = hang_guard.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     graded = parse(done.stdout.split())
     assert (graded.backend, graded.slice, graded.class_directory, graded.modules) == ("gloo", None, "class", "6")

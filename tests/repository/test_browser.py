@@ -35,7 +35,7 @@ PHONE = {"width": 390, "height": 844}
 STEP_MS = 1000 * hang_guard.HANG_S  # the deadline of one action or one page
 LINKS = (Link(0.0, 1e8), Link(1e-5, 1.25e10), Link(1e-3, 1e11))
 WORLD_SIZES = (2, 64, 1024)
-STORED_RUNS = "lessons/*/timeline.json"
+STORED_RUNS = "lessons/*/pictures/timeline.json"
 OFFLINE = {"preload": False}  # axe does not fetch style sheets from file:// addresses
 
 
@@ -283,7 +283,7 @@ def test_the_replay_in_the_browser_equals_pythons(page):
 
 
 def test_a_chapter_replays_its_step_by_keyboard_and_keeps_the_settings_in_its_address(page, site):
-    stored = json.loads((ROOT / "lessons/m04_bucketed_ddp/timeline.json").read_text())["runs"]
+    stored = json.loads((ROOT / "lessons/m04_bucketed_ddp/pictures/timeline.json").read_text())["runs"]
     url = (site / "lessons/m04_bucketed_ddp/README.html").as_uri()
     page.goto(url)
     box = page.locator("[data-timeline]")

@@ -28,7 +28,7 @@ PROGRAMS = (
 BEFORE = r"(?:sudo )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"  # what may precede a program
 COMMAND = re.compile(rf"{BEFORE}(?:{'|'.join(map(re.escape, PROGRAMS))}) \S.*", re.DOTALL)
 LOOP = re.compile(r"for \w+ in .*; do|done|mkdir \w+")  # in the shell
-MAKE = "\n".join((ROOT / name).read_text() for name in ("Makefile", "setup.mk"))
+MAKE = "\n".join((ROOT / name).read_text() for name in ("Makefile", "tools/setup.mk"))
 
 
 def find_commands(text: str) -> list[str]:

@@ -9,7 +9,7 @@ TORCH = re.compile("ZeroRedundancyOptimizer|FullyShardedDataParallel")
 TABLE = "course/table/modules.py"
 TEXT = {  # a sentence for people, and examples in docstrings
     "course/table/submission.py": "`from ..m05_grad_buffer.grad_buffer import GradBuffer`",
-    "lab/experiment.py": "`python lessons/m03_overlapped_ddp/order.py`",
+    "lab/experiment.py": "`python lessons/m03_overlapped_ddp/measure/order.py`",
     "lab/notebook.py": "`from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`",
     "ranks/rank/api.py": 'such as student("m01_naive_ddp", "NaiveDDP").',
     "ranks/rank/memory.py": "loss = FullyShardedDDP(model, ...)(x)",

@@ -165,9 +165,10 @@ def test_a_job_that_may_write_runs_no_code_of_packages(path):
     assert ("release create" in text) == (path.stem == "release")
 
 
-@pytest.mark.parametrize(
-    "name", ["setup.mk", "Makefile", "Dockerfile", "tools/student/Makefile", "tools/gradescope/setup.sh", *WORKFLOWS]
-)
+MAKEFILES = "Makefile", "tools/setup.mk", "tools/student/Makefile"
+
+
+@pytest.mark.parametrize("name", [*MAKEFILES, ".devcontainer/Dockerfile", "tools/gradescope/setup.sh", *WORKFLOWS])
 def test_packages_are_installed_from_the_lock(name):
     """The course itself is installed without others. Only torch from another index has no hash."""
     text = (ROOT / name).read_text()

@@ -16,10 +16,10 @@ from documents import documents, find_dead_links, prose
 
 from brigade.course.table.modules import ROOT
 
-PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests", "tools")
+PLACES = ("brigade", "docs", "lessons", "notebooks", "solutions", "tests", "tools")
 GENERATED = ("lessons/measurements.json",)  # not there until somebody makes it
 
-CODE = ("brigade", "lessons", "site", "slurm", "solutions", "tests", "tools", ".ci", ".github")
+CODE = ("brigade", "lessons", "site", "solutions", "tests", "tools", ".ci", ".github")
 CODE_SUFFIXES = (".cc", ".cpp", ".css", ".diff", ".html", ".js", ".py", ".sh", ".txt", ".yml")
 # Names from other programs, in documents that compare the course with them; `docs/claims.md` has many more.
 FOREIGN = """
@@ -70,7 +70,7 @@ def is_missing(code: str) -> bool:
 def code_texts() -> dict[Path, str]:
     """Return the texts of all programs and settings of the course."""
     files = [path for place in CODE for path in (ROOT / place).rglob("*.*") if path.suffix in CODE_SUFFIXES]
-    files += [ROOT / name for name in ("Makefile", "setup.mk", "pyproject.toml", "Dockerfile")]
+    files += [ROOT / name for name in ("Makefile", "tools/setup.mk", "pyproject.toml", ".devcontainer/Dockerfile")]
     files = [path for path in files if "__pycache__" not in path.parts and path != Path(__file__)]
     return {path: path.read_text(errors="replace") for path in files}
 
@@ -84,7 +84,7 @@ def words() -> set[str]:
         *FOREIGN.split(),
         *(name.removeprefix("test_") for name in names_of_tests()),
     }
-    files = [path for place in ("*", "docs/*", "lessons/*/*", "tools/student/*") for path in ROOT.glob(place)]
+    files = [path for place in ("*", "docs/*", "lessons/**/*", "tools/student/*") for path in ROOT.glob(place)]
     found |= {path.stem for path in (*files, *code_texts())}
     return found.union(*(re.findall(r"[A-Za-z_]\w*", text) for text in code_texts().values()))
 
@@ -131,7 +131,7 @@ def is_option(option: str) -> bool:
 @cache
 def names_of_files() -> set[str]:
     """Return the names of the files at the top, in `.github`, in the lessons and in `tools/student`, as AGENTS.md."""
-    return {path.name for place in ("*", ".github/*", "tools/student/*", "lessons/*/*") for path in ROOT.glob(place)}
+    return {path.name for place in ("*", ".github/*", "tools/student/*", "lessons/**/*") for path in ROOT.glob(place)}
 
 
 @pytest.mark.parametrize(

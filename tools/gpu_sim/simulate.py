@@ -71,7 +71,8 @@ def list_steps(deadline: str, out: str) -> list[Step]:
     for name, value in OF_A_CLUSTER.items() if is_root else ():
         command = [*grade, "--modules", "1", "--limit", "900"]
         steps.append(Step(f"grade with {name}", 1, command, said=full_marks, environment={name: value}))
-    steps.append(Step("torchrun: launch.py", 2, [*torchrun, "2", "lessons/m00_ring/launch.py"], said="on cuda:1"))
+    launch = [*torchrun, "2", "lessons/m00_ring/measure/launch.py"]
+    steps.append(Step("torchrun: launch.py", 2, launch, said="on cuda:1"))
     bench = [*brigade, "bench", "--target", "solutions"]
     steps.append(Step("torchrun: benchmark", 2, [*torchrun, "2", *bench], said="nccl"))
     short = ["--modules", "1", "--rounds", "7"]

@@ -15,6 +15,7 @@ import re
 from brigade.course.table import written
 from brigade.course.table.listing import list_checks
 from brigade.course.table.modules import CORE_MODULES, MODULES, Module, get_module
+from brigade.course.table.submission import read_given
 
 DOCUMENTS = ("README.md", "assignments.md", "docs/instructors.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
@@ -75,7 +76,7 @@ def make_assignment(entry: Module) -> str:
     """Return the section on one module. What a check requires is in the terminal, in the words of its file."""
     names = [f"`{name}`" for name in entry.public]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    files = ", ".join(f"`{path.name}`" for path in entry.paths)
+    files = ", ".join(f"`{path.name}`" for path in entry.paths if not read_given(entry, path.name))
     checks = ", ".join(f"`{check.name.removeprefix('test_')}` {check.points}" for check in list_checks(entry))
     points = written.count_points([entry])
     remark = f" ({written.format_points(points)})" if points else ""

@@ -1,4 +1,4 @@
-"""Draw the calls of all ranks side by side: python lessons/m13_post_mortem/draw.py dump_*.json
+"""Draw the calls of all ranks side by side: python lessons/m13_post_mortem/measure/draw.py dump_*.json
 
 Each row is a rank, and each column a number of the group that `find_divergence` names. The picture is written to
 `calls.png` in the directory of the first dump.
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from post_mortem import contents, diagnose, load_trace
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a directory of modules that comes before goes first
+from m13_post_mortem.post_mortem import diagnose, load_trace
+from m13_post_mortem.words import contents
 
 
 def draw(paths: list[str], out: Path) -> None:

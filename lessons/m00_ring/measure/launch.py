@@ -1,4 +1,4 @@
-"""Show what torchrun tells each rank: torchrun --standalone --nproc-per-node 2 lessons/m00_ring/launch.py"""
+"""Show what torchrun tells each rank: torchrun --standalone --nproc-per-node 2 lessons/m00_ring/measure/launch.py"""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 def main():
     if "RANK" not in os.environ:
-        sys.exit("start this script with torchrun --standalone --nproc-per-node 2 lessons/m00_ring/launch.py")
+        sys.exit("start this script with torchrun --standalone --nproc-per-node 2 lessons/m00_ring/measure/launch.py")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"  # where the ranks find each other
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])

@@ -1,7 +1,6 @@
 """Break a job of three ranks in one of eight ways, and dump what each rank recorded before it is stopped.
 
-    torchrun --standalone --nproc-per-node 3 lessons/m13_post_mortem/hang.py A
-    python lessons/m13_post_mortem/post_mortem.py dump_*.json
+    torchrun --standalone --nproc-per-node 3 lessons/m13_post_mortem/measure/hang.py A
 
 After 3 seconds, a second thread of each rank writes `dump_RANK.json` to the working directory and ends the process. It
 must do so before the collective's time-out: after it, gloo's recorder no longer shows who waited. The dumps of the run
@@ -16,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from post_mortem import dump_trace
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from records import dump_trace
 
 WAIT_S = 3.0
 
