@@ -401,7 +401,7 @@ def test_dumps_are_read_in_the_browser_and_stay_there(page, site, served, tmp_pa
     page.wait_for_function("document.querySelector('[data-dumps] pre').textContent.includes('Rank 1 skipped a call')")
 
 
-def test_a_page_that_cannot_read_dumps_says_so(page, site, served, monkeypatch, tmp_path):
+def test_a_page_that_cannot_read_dumps_says_so(page, site, served, monkeypatch):
     page.goto((site / "site" / "post_mortem.html").as_uri())
     assert "Serve the folder" in page.inner_text("[data-dumps]")
     page.add_init_script("delete globalThis.WebAssembly")
@@ -410,7 +410,7 @@ def test_a_page_that_cannot_read_dumps_says_so(page, site, served, monkeypatch, 
     monkeypatch.syspath_prepend(ROOT / "site")
     import pyodide
 
-    monkeypatch.setattr(pyodide, "PROGRAM", tmp_path / "missing")  # as in the student edition
+    monkeypatch.setattr(pyodide, "HAS_SOLUTIONS", False)  # as in the student edition
     source = [(ROOT / "site/post_mortem.md").read_text()]
     pyodide.choose_content(None, pyodide.PAGE, source)
     assert pyodide.MISSING in source[0] and "data-dumps" not in source[0]
