@@ -92,8 +92,9 @@ def list_errors(rows: Iterable[Row]) -> list[Error]:
 def is_in_range(row: Row) -> bool:
     """Return whether the measured step is in the range that `brigade plan` prints."""
     utilisation = row.gpu.get_utilisation(row.precision)
-    rates = (make_rates(row, end) for end in (utilisation.high, utilisation.typical, utilisation.low))
-    low, high = widen_range(*(predict(row, one) for one in rates), row.num_nodes)
+    ends = (utilisation.high, utilisation.typical, utilisation.low)
+    fast_s, step_s, slow_s = (predict(row, make_rates(row, end)) for end in ends)
+    low, high = widen_range(fast_s, step_s, slow_s, row.num_nodes)
     return low <= row.measured_s <= high
 
 
