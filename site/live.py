@@ -120,7 +120,7 @@ PREDICTIONS = {
     ],
     "m04_bucketed_ddp": [
         Prediction("are there more than 762 buckets", "number of buckets", "339"),
-        Prediction("How many buckets does rank 1 launch", "buckets launched during backward", "none"),
+        Prediction("How many buckets do rank 1's hooks launch", "buckets that its hooks launch", "launch none"),
         Prediction("what is the norm of", "norm of the average", "14.59"),
         Prediction("which fraction of backward", "exposed part of backward with 1 bucket", "0.84 and 0.71"),
     ],
