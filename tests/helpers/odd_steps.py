@@ -76,8 +76,8 @@ UNSYNCED = (
     "gradients that backward has not launched."
 )
 OLD_HANDLES = (
-    "finish_grad_sync keeps the handles of its step. The next finish waits on them again, and does not launch the "
-    "gradients that seem to be launched."
+    "finish_grad_sync launches nothing for a step in no_sync, and waits on handles of an earlier step. Keep no "
+    "handles, and launch the gradients that backward has not launched."
 )
 SECOND_BACKWARD = (
     "a second backward adds to gradients that are already launched, and the wrapper does not notice it. Raise "

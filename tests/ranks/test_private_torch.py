@@ -106,7 +106,7 @@ def test_function_that_autograd_calls_at_the_end_of_a_backward():
     product = 2 * weight
     product.register_hook(lambda _: call_after_backward(lambda: calls.append(weight.grad.tolist())))
     product.sum().backward()
-    assert calls == [[2.0, 2.0]], "module 11 and tests/situations/torch_suite.py need queue_callback of the engine"
+    assert calls == [[2.0, 2.0]], "refusals.py and tests/situations/torch_suite.py need queue_callback of the engine"
 
 
 def test_function_of_the_gradient_scaler():
