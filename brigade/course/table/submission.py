@@ -159,10 +159,12 @@ def read_module(target: Path, entry: Module) -> Sources:
         raise UserError(f"there is no {entry.path}")
     sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
     left = {Path(name).stem: name for name in entry.more_files}
-    given = {stem for stem, name in left.items() if read_given(entry, name)}
-    while used := [one for one in left if one in given or any(one in list_names(text) for text in list_texts(sources))]:
+    while used := [one for one in left if any(one in list_names(text) for text in list_texts(sources))]:
         for stem in used:
             sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left.pop(stem)), target, entry)
+    for stem, name in left.items():
+        if read_given(entry, name):  # what it imports is not read: then the main file has its own
+            sources[f"{entry.package}.{stem}"] = read_further(path.with_name(name), target, entry)
     return sources
 
 
