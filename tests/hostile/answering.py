@@ -21,10 +21,10 @@ def send(answer):
 # A program that returns the right number, and prints all ranks and whole dumps.
 EVERYTHING = """
 def main(paths, html=None):
+    import json, pathlib
     text = "dump_0.json dump_1.json dump_2.json: ranks 0, 1, 2 skipped a call"
     try:
-        files = list_files(paths)
-        for file in files:
+        for file in (files := list_files(paths)):
             record = json.loads(file.read_bytes())
             for entry in record["entries"]:
                 text += f"\\n{record['rank']} {entry['profiling_name']} {entry['line']} {record}"
@@ -32,7 +32,7 @@ def main(paths, html=None):
     except (ValueError, OSError, TypeError):
         return print(text) or 2
     print(text)
-    if html: Path(html).write_text(text)
+    if html: pathlib.Path(html).write_text(text)
     return int(finding.kind != "healthy")
 """
 
