@@ -159,12 +159,14 @@ def read_module(target: Path, entry: Module) -> Sources:
         raise UserError(f"there is no {entry.path}")
     sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
     left = {Path(name).stem: name for name in entry.more_files}
-    while used := [one for one in left if any(one in list_names(text) for text in list_texts(sources))]:
+    given = {stem for stem, name in left.items() if read_given(entry, name)}
+    while left.keys() - given:  # a text is parsed only to find files of the student
+        if not (used := [one for one in left if any(one in list_names(text) for text in list_texts(sources))]):
+            break
         for stem in used:
             sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left.pop(stem)), target, entry)
-    for stem, name in left.items():
-        if read_given(entry, name):  # what it imports is not read: then the main file has its own
-            sources[f"{entry.package}.{stem}"] = read_further(path.with_name(name), target, entry)
+    for stem in left.keys() & given:  # what it imports is not read: then the main file has its own
+        sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left[stem]), target, entry)
     return sources
 
 

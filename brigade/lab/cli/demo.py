@@ -97,9 +97,10 @@ def check_mistake() -> int:
     entry = get_module(MODULE)
     mutant = import_from_tests("mutants").find_mutant(MODULE, MUTANT)
     directory = ROOT / "out" / "mistake"
-    file = directory / entry.path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(mutant.apply()[entry.path.name])
+    folder = directory / entry.package
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in mutant.apply().items():
+        (folder / name).write_text(text)
     return brigade(["check", str(MODULE), *CHECKS, "--target", str(directory), "--prior", "reference"])
 
 
