@@ -113,7 +113,7 @@ def test_text(name):
 def test_imports(text, tmp_path):
     entry = get_module(11)
     (tmp_path / entry.path.name).write_text(text)
-    assert len(read_module(tmp_path, entry)) == 2, "the main file, and one that is given"
+    assert len(read_module(tmp_path, entry)) == 3, "the main file, and two that are given"
 
 
 def test_metadata(tmp_path):
