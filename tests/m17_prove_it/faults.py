@@ -61,8 +61,15 @@ def keep_buffers(base: Any) -> Any:
 
 def leave_out_unused(base: Any) -> Any:
     class Wrong(base):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.accumulated: set[Any] = set()
+            for parameter in trainable(self):
+                parameter.register_post_accumulate_grad_hook(self.accumulated.add)
+
         def finish_grad_sync(self) -> None:
-            unused = [parameter for parameter in trainable(self) if parameter.grad is None]
+            unused = {*trainable(self)} - self.accumulated
+            self.accumulated.clear()
             super().finish_grad_sync()
             for parameter in unused:
                 parameter.grad = None
