@@ -142,7 +142,7 @@ def start(*arguments: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
+        preexec_fn=hang_guard.hear_ctrl_c,
     )
 
 

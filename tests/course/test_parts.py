@@ -80,7 +80,7 @@ def test_checks_pass_as_soon_as_their_parts_are_written(entry, heading, request,
 
 @pytest.mark.extended
 def test_a_wrong_plan_costs_only_its_own_points():
-    """A grader judges module 11's wrapper with the reference's plan if the own one is wrong."""
+    """A grader judges module 11's wrapper with the reference's plan if the student's is wrong."""
     [check] = [check for check in collect(MODULES) if (check.module, check.name) == (11, "test_volume")]
     plan, wrapper = (
         (ROOT / "solutions/m11_fully_sharded" / name).read_text() for name in ("plan.py", "fully_sharded.py")

@@ -161,7 +161,7 @@ def test_interrupted_it_goes_on_where_it_was(tmp_path):
     started = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     gate = Gate(tmp_path)
     started["env"] = os.environ | {"STUB_GATE": gate.path}
-    started["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a background job ignores it
+    started["preexec_fn"] = hang_guard.hear_ctrl_c
     first = stop_after(subprocess.Popen(command, **started), results, gate, 2, signal.SIGKILL)
     process = subprocess.Popen(command, **started)
     second = stop_after(process, results, gate, 4, signal.SIGINT)

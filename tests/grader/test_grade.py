@@ -546,7 +546,7 @@ def grader(tmp_path, submit):
         env=os.environ | {"TMPDIR": str(scratch)},
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
+        preexec_fn=hang_guard.hear_ctrl_c,
     )
     with process:
         yield SimpleNamespace(process=process, out=out, scratch=scratch)

@@ -27,7 +27,7 @@ def start(options, **environment):
     """Start a run with fast graders as a process of its own."""
     command = [sys.executable, "-c", PROGRAM, *test_class.PLACES, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a background job ignores it
+    pipes["preexec_fn"] = hang_guard.hear_ctrl_c
     return subprocess.Popen(command, env=os.environ | environment, **pipes)
 
 

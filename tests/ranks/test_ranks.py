@@ -502,7 +502,7 @@ def program(text: str, scratch: Path) -> Iterator[subprocess.Popen]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
+        preexec_fn=hang_guard.hear_ctrl_c,
     )
     try:
         yield process

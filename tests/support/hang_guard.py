@@ -7,6 +7,7 @@ expects anything to happen sooner.
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import threading
 import time
@@ -33,6 +34,11 @@ T = TypeVar("T")
 def run(command: Sequence[Any], **options: Any) -> subprocess.CompletedProcess:
     """Run a command as subprocess.run does, with its options."""
     return subprocess.run(list(map(str, command)), timeout=HANG_S, **options)
+
+
+def hear_ctrl_c() -> None:
+    """Let a child process end at SIGINT (as `preexec_fn`). A job in the background and its children ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait(process: subprocess.Popen) -> int:

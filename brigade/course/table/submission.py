@@ -160,9 +160,10 @@ def read_module(target: Path, entry: Module) -> Sources:
     sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
     left = {Path(name).stem: name for name in entry.more_files}
     given = {stem for stem, name in left.items() if read_given(entry, name)}
-    while left.keys() - given:  # a text is parsed only to find files of the student
-        if not (used := [one for one in left if any(one in list_names(text) for text in list_texts(sources))]):
-            break
+    # A text is parsed only to find files of the student.
+    while left.keys() - given and (
+        used := [one for one in left if any(one in list_names(text) for text in list_texts(sources))]
+    ):
         for stem in used:
             sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left.pop(stem)), target, entry)
     for stem in left.keys() & given:  # what it imports is not read: then the main file has its own
