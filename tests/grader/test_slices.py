@@ -26,8 +26,7 @@ POINTS = {name: number for number, name in enumerate(["ada", "bob", "carl", "dor
 def start(options, **environment):
     """Start a run with fast graders as a process of its own."""
     command = [sys.executable, "-c", PROGRAM, *test_class.PLACES, *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes["preexec_fn"] = hang_guard.hear_ctrl_c
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hang_guard.hear_ctrl_c}
     return subprocess.Popen(command, env=os.environ | environment, **pipes)
 
 

@@ -23,6 +23,7 @@ from given_clock import give_clock
 from hang_guard import HANG_S, wait_until
 from in_ranks import basics as functions
 
+import brigade.lab  # noqa: F401 - adds the mode "emulate"
 from brigade.course.table.modules import ROOT
 from brigade.grader.isolation import load_witness
 from brigade.ranks.errors import UserError
