@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ SECOND_BACKWARD = (
     "a second backward before finish_grad_sync, or an activation checkpoint with use_reentrant=True: call "
     "finish_grad_sync first, or pass use_reentrant=False"
 )
+PART_ONLY = "this rank has averages of a part only: use the course's own clip_grad_norm_"
 CLEARED = "a gradient was cleared or replaced between backward and finish_grad_sync: call finish_grad_sync first"
 
 
@@ -96,6 +98,7 @@ class Wrapper(nn.Module):
         self.process_group = process_group
         self.trainable = find_trainable(module)
         self.ready: set[nn.Parameter] = set()  # those with a gradient in this backward, if they have a hook
+        self.were_ready: set[nn.Parameter] = set()  # the same of the last backward
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -133,7 +136,7 @@ class Wrapper(nn.Module):
 
         def launch() -> None:
             is_skipped = len(self.ready) < len(self.__dict__.get("grad_nodes", ()))
-            self.ready.clear()
+            self.were_ready, self.ready = self.ready, set()
             if is_skipped and self.queue.num_pending != self.queue.num_grads:
                 self.queue.launch_remaining()
                 self.queue.num_pending = [0] * len(self.queue.num_pending)  # so that a second backward is refused
@@ -244,6 +247,8 @@ class FreedWeight(nn.Parameter):
         is_refused = name in VIEWS if is_property else name not in WITHOUT_VALUES
         if is_set and name == "data":  # another view of the same memory is no harm
             is_refused = args[0].untyped_storage()._cdata != args[1].untyped_storage()._cdata
+        if name == "grad" and sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            raise RuntimeError(PART_ONLY)  # otherwise, torch would find no gradients, and clip nothing
         if name == "backward":
             raise RuntimeError("backward(inputs=...) finds weights whose memory is released: call it without inputs")
         if is_refused:
@@ -275,7 +280,7 @@ class PartGrad(Tensor):
         # torch's clip_grad_norm_ takes the norms in the dtype of the gradients. A loop that adds up the squares of all
         # ranks, such as that of module 12, names another one.
         if function is torch.linalg.vector_norm and "dtype" not in (kwargs or {}):
-            raise RuntimeError("this rank has averages of a part only: use the course's own clip_grad_norm_")
+            raise RuntimeError(PART_ONLY)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs or {})
 

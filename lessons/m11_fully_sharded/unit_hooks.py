@@ -35,8 +35,7 @@ class UnitHooks(ShardedCheckpoints, GradSyncMixin, Wrapper):
     Pass `shards()` to an elementwise torch optimizer. Call `finish_grad_sync` before each step; after it, `p.grad` is
     None for all parameters of the model. Several finishes add up in the gradients of `shards()`, until `zero_grad`.
     Inside `no_sync`, full gradients add up in `p.grad`, and the next finish reduces them. All ranks run the same
-    backwards inside it. Clip with this wrapper's `clip_grad_norm_`: torch's finds no gradients in the model, and
-    raises RuntimeError for those of `shards()`.
+    backwards inside it. Clip with this wrapper's `clip_grad_norm_`: torch's raises RuntimeError.
 
     All ranks must call the wrapper the same number of times, and run units, as modules, in registration order. A rank
     may skip units, or a backward outside `no_sync`, but it must call the finish. A backward belongs to one forward and

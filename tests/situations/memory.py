@@ -141,6 +141,14 @@ def sparse_embedding(run: Run) -> None:
     run.train(*run.prepare(Model()))
 
 
+@situation("pytorch #170648", "Weights have gradients in another dtype.", refused="grad_dtype", tolerance=1e-6)
+def dtype_of_gradients(run: Run) -> None:
+    model = Net()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    run.train(*run.prepare(model))
+
+
 @situation("fairscale #918", "Two backwards take gradients of layers.", refused=("backward(inputs=...)", SECOND))
 def backward_in_two_parts(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())

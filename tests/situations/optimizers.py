@@ -145,6 +145,6 @@ def clipped_by_torch(run: Run) -> None:
         optimizer.zero_grad()
         F.mse_loss(ddp(x), y).backward()
         ddp.finish_grad_sync()
-        parts = ddp.shards() if hasattr(ddp, "shards") else ddp.parameters()
+        parts = ddp.shards() if run.kind.name == "m11" else ddp.parameters()  # module 14 refuses its weights, too
         run.record("norm", torch.nn.utils.clip_grad_norm_(parts, 0.1).double())
         optimizer.step()

@@ -27,6 +27,7 @@ from brigade.ranks.texts import PACKAGE
 from situations.kinds import KINDS, Kind
 from situations.ranks import add_ones, clip_with_torch, execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation
+from solutions.m11_fully_sharded.checkpoint import require_one_group
 
 SHARE = 8  # without --everything, a situation runs on each eighth kind that it applies to
 REFUSALS = ("RuntimeError", "ValueError", "TypeError", "NotImplementedError")
@@ -133,12 +134,18 @@ def test_micro_batches_add_up_in_the_parameters_dtype():
 
 
 def test_torch_clips_nothing_where_the_model_has_no_gradients():
-    """In modules 10, 11 and 14, and in 8 and 9 with a wider `grad_dtype`, only the course's own function clips."""
-    wide = {"grad_dtype": torch.float64}
-    calls: list[Any] = [("m08", wide), ("m09", wide), ("m10", {}), ("m11", {}), ("m14", {})]
-    packages = {PACKAGE: read("solutions", 14)}
+    """In module 10, and in 8 and 9 with a wider `grad_dtype`, only the course's own function clips."""
+    wide, packages = {"grad_dtype": torch.float64}, {PACKAGE: read("solutions", 10)}
+    calls: list[Any] = [("m08", wide), ("m09", wide), ("m10", {})]
     for norms in run_calls(clip_with_torch, calls, world_size=WORLD, packages=packages, deadline=HANG_S):
         assert norms == [(0.0, pytest.approx(20**0.5))] * WORLD
+
+
+def test_module_11_saves_the_state_of_one_parameter_group():
+    """It refuses several, whose options a plain optimizer's state would have lost (fairscale #601)."""
+    groups = [{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "lr": 0.1}]
+    with pytest.raises(ValueError, match="must be in one parameter group, but there are 2"):
+        require_one_group(torch.optim.SGD(groups, lr=1.0))
 
 
 def test_page_shows_the_programs():
