@@ -92,7 +92,7 @@ def term(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(classroom, "grade_all", record)
     (tmp_path / "roster.csv").write_text(ROSTER)
-    (tmp_path / "term.toml").write_text(HEAD + WEEK1 + EXTENSION)
+    (tmp_path / "term.toml").write_text(HEAD + WEEK1 + EXTENSION, encoding="utf-8-sig")  # as Notepad writes it
     for name, points in (("ada_100_1_a.zip", 3), ("ada_100_2_a-1.zip", 5), ("ada_LATE_100_3_a-2.zip", 8)):
         hand_in(tmp_path / "week1" / name, points)
     hand_in(tmp_path / "week1" / "bob_LATE_101_4_b.zip", 8)

@@ -28,6 +28,8 @@ SYMPTOMS = [
     Symptom("assigned gradient", "RuntimeError", f"^(?!.*grad_dtype 'Double').*{OTHER_DTYPE}",  # nothing is wider
             "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one flat "
             "tensor per dtype, and copy the pieces into p.grad.", file=r"torch\.cat\("),
+    Symptom("no view", "RuntimeError", "^view size is not compatible", "view(-1) needs row-major memory, which the "
+            "gradient of a transposed weight does not have. Read with reshape(-1), and write with p.grad.copy_(...)."),
 ]  # fmt: skip
 
 
@@ -56,7 +58,7 @@ def explain_launches(case, launched):
     if len(launched) > 3:
         return "every gradient still has its own all_reduce."
     if len(dtypes) > 1 and [launch.numel for launch in launched] == [sum(p.numel() for p in trainable)]:
-        return "torch.cat casts tensors of several dtypes to the widest dtype. Use one flat tensor per dtype."
+        return "all are cast to one dtype, as torch.cat casts tensors of several dtypes. Use a flat tensor per dtype."
     carried = {launch.dtype for launch in launched}
     lost = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes} - carried)
     if len(carried) == len(launched) == len(dtypes) - len(lost) and lost:
@@ -97,9 +99,8 @@ def explain_split(case, launched):
     """Explain why a step has several launches of one dtype, if not every parameter is reduced by itself."""
     split = [dtype for dtype, count in Counter(launch.dtype for launch in launched).items() if count > 1]
     count = sum(parameter.requires_grad for parameter in case.parameters().values())
-    if not split or len(launched) >= count:
-        return ""
-    return f"gradients of {join_names(split)} are in several flat tensors. All gradients of a dtype share one."
+    cause = f"gradients of {join_names(split)} are in several flat tensors. All gradients of a dtype share one."
+    return cause if split and len(launched) < count else ""
 
 
 def explain_volume(case, launched):
@@ -112,9 +113,7 @@ def explain_volume(case, launched):
     if numel > expected:
         if len(trainable) < len(every) and numel == sum(p.numel() for p in every):
             return "the gradients of frozen parameters are all-reduced too."
-        return (
-            "a gradient is all-reduced twice, for example the gradient of a tied parameter, or padding is all-reduced."
-        )
+        return "a gradient is all-reduced twice, for example that of a tied parameter, or padding is all-reduced."
     if numel < expected:
         return f"some gradients are not all-reduced: {expected - numel} of {expected} elements are missing."
     return "gradients are cast to another dtype."

@@ -76,9 +76,7 @@ def explain_calls(count, launched):
 
 def explain_early_wait(waiting):
     """Return why a block waits for its launch."""
-    return (
-        "coalesce does not pass async_ops=True." if waiting[0].sync else "coalesce calls wait() on the handle itself."
-    )
+    return "coalesce does not pass async_ops=True." if waiting[0].sync else "coalesce calls wait() on its handle."
 
 
 def explain_no_error(compared):
@@ -208,9 +206,7 @@ def explain_groups(made, expected, op, is_ddp, launched):
             "process group. buckets_per_group=None means all buckets of a buffer."
         )
     if lost := sorted({dtype for dtype, _ in expected} - {dtype for dtype, _ in made}) if made else []:
-        return (
-            f"no launch carries {join_names(lost)}. A group belongs to one buffer, and each buffer has its own groups."
-        )
+        return f"no launch carries {join_names(lost)}. A group belongs to one buffer, and each has its own groups."
     if total > expected_total:
         return "some elements are in two launches, or the buckets have more padding than module 5's rule gives them."
     if op == "all_gather" and not Counter(made) - Counter(expected):

@@ -329,9 +329,7 @@ def explain_state(owned, numels, problem):
     if problem["wide"]:
         return "the owners have different numbers of bytes, because an element of an fp64 parameter has twice as many."
     if all(indices == trainable[rank :: len(owned)] for rank, indices in enumerate(owned)):
-        return (
-            "parameter i belongs to rank i % world_size, so one rank gets the weights and another rank gets the biases."
-        )
+        return "parameter i belongs to rank i % world_size, so one rank gets the weights and another the biases."
     return "the owners are not balanced. Give each parameter to the rank that owns the fewest bytes so far."
 
 
@@ -404,9 +402,7 @@ def explain_norm(case, job, events, norms, expected):
         squares[roots[0] if roots else 0] += gradients[name] ** 2
     for added in (sum(gradients.values()), sum(map(math.sqrt, squares))):
         if math.isclose(norms[0], added, rel_tol=1e-4):
-            return (
-                "the code adds norms. The global norm is the square root of the sum of all squares, each counted once."
-            )
+            return "the code adds norms. The norm is the square root of the sum of all squares, each counted once."
     return ""
 
 

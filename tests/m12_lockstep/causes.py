@@ -197,9 +197,7 @@ def explain_num_steps(got, totals, lengths, micro_batches):
         return "run ends at a step without tokens. A batch may contain ignored targets only, and data follow it."
     if len(got) == -(-min(lengths) // micro_batches):
         return "run ends when the first rank has no data left."
-    return (
-        "the last batches, fewer than micro_batches, are dropped." if len(got) == max(lengths) // micro_batches else ""
-    )
+    return "the last batches (fewer than micro_batches) are lost." if len(got) == max(lengths) // micro_batches else ""
 
 
 def explain_raised(got, is_own):

@@ -11,9 +11,7 @@ ACCEPTS_ALL = "the judge raises no AssertionError for any of the wrong implement
 def explain_pair(trial: Any, trials: Sequence[Any]) -> str:
     """Return what is wrong with a pair that rejects a right implementation, if the other verdicts prove it."""
     if accepted := [size for size, reason in trial.reasons.items() if not reason]:
-        return (
-            f"the pair depends on the number of ranks, because it accepts this implementation on {accepted[0]} ranks."
-        )
+        return f"the pair depends on the number of ranks: it accepts this implementation on {accepted[0]} ranks."
     if all(each.is_rejected for each in trials):
         return "the pair rejects every implementation, so the mistake is in the pair."
     return ""

@@ -32,9 +32,7 @@ def inner(request, monkeypatch) -> str:
 
 
 def is_filler(tensor: Tensor) -> bool:
-    return (
-        bool(tensor.isnan().all()) if tensor.is_floating_point() else bool((tensor == get_filler(tensor.dtype)).all())
-    )
+    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == get_filler(tensor.dtype)).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

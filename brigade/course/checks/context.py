@@ -31,7 +31,7 @@ EXPECTED = {
 USUAL_CAUSES = {
     "deadline": "a loop does not end, or a rank waits for something that never arrives.",
     "deadlock": "some ranks skip a collective, because a condition differs between ranks.",
-    "mismatch": "some ranks skip or add a collective, or their launch order differs.",
+    "mismatch": "some ranks skip or add a collective, or have an order of their own, such as that of a set.",
     "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
 USUAL_CAUSES_OF_MESSAGES = {  # if the run ends while all waiting ranks send or receive messages

@@ -61,8 +61,8 @@ def missing_gradient(compared: Comparison) -> str:
     if all(tensors.get(entry.name) is None for entry in compared.wrong for tensors in compared.actual):
         return "the average is not stored in p.grad, or p.grad is set to None later: it is None on every rank."
     return (
-        "a gradient that is None on a rank is left out of the average. Use zeros instead, and store the average in "
-        "p.grad."
+        "a gradient that is None on a rank stays None there, but its average is not. Use zeros instead, and store the "
+        "average in p.grad."
     )
 
 
