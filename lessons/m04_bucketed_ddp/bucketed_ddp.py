@@ -116,8 +116,8 @@ class BucketedDDP(GradSyncMixin, Wrapper):
         Raise RuntimeError if a gradient was cleared after its launch.
         """
         self.require_same_parameters()
-        launched = self.buckets[: self.queue.next_to_launch]
-        if any(p.grad is None and p in self.were_ready for bucket in launched for p in bucket.parameters):
+        launched, ready = self.buckets[: self.queue.next_to_launch], self.ready | self.were_ready
+        if any(p.grad is None and p in ready for bucket in launched for p in bucket.parameters):
             raise RuntimeError(CLEARED)
         # TODO: part (h)
         raise NotImplementedError("module 4, part (h)")
