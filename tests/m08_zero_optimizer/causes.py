@@ -637,7 +637,7 @@ def suspect_loading(resume, weights, state, recipe):
 def explain_keys(kinds):
     """Return why a state_dict does not have the plain optimizer's entries and "masters"; `kinds` are their types."""
     if not kinds:
-        return "state_dict does not return a dict on every rank. It must return the whole state on each of them."
+        return "a rank gets no dict, or an empty one. state_dict must return the whole state on each of them."
     if "masters" not in kinds and {"state", "param_groups"} <= set(kinds):
         return 'the key "masters" is missing. Without 16-bit parameters, its value must be an empty dict.'
     missing = [key for key in ("state", "param_groups", "masters") if key not in kinds]
