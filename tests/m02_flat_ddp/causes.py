@@ -58,7 +58,7 @@ def explain_launches(case, launched):
     if len(launched) > 3:
         return "every gradient still has its own all_reduce."
     if len(dtypes) > 1 and [launch.numel for launch in launched] == [sum(p.numel() for p in trainable)]:
-        return "all are cast to one dtype, as torch.cat casts tensors of several dtypes. Use a flat tensor per dtype."
+        return "gradients get one dtype, as torch.cat casts tensors of several dtypes. Use one flat tensor per dtype."
     carried = {launch.dtype for launch in launched}
     lost = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes} - carried)
     if len(carried) == len(launched) == len(dtypes) - len(lost) and lost:
