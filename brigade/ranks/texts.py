@@ -8,6 +8,7 @@ that other code in the rank cannot copy their text.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.abc
@@ -16,7 +17,7 @@ import inspect
 import linecache
 import marshal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,12 +70,27 @@ def list_imports(text: str) -> list[str]:
     return [name for name in names if "." in name]
 
 
-def prepare_for_ranks(sources: Sources) -> ForRanks:
-    """Return the sources in the form in which a rank receives them: the text, or the code of sealed files."""
+def prepare_for_ranks(sources: Sources, codes: Mapping[str, bytes | None]) -> ForRanks:
+    """Return the sources in the form in which a rank receives them: the text, or only the code of sealed files.
+
+    `codes` has the code of some of the texts, by module, from `compile_texts`.
+    """
     return {
-        name: (path, "", compile_code(path, text)) if is_sealed(path) else (path, text, None)
+        name: (path, "", compile_code(path, text)) if is_sealed(path) else (path, text, codes.get(name))
         for name, (path, text) in sources.items()
     }
+
+
+def compile_texts(sources: Sources) -> dict[str, bytes | None]:
+    """Compile the texts of modules, and return the code of each, or None if the compiler refuses it.
+
+    A rank that runs nothing else calls this, because a malicious text could crash the compiler, or run in it.
+    """
+    codes: dict[str, bytes | None] = {}
+    for name, (path, text) in sources.items():
+        with contextlib.suppress(Exception):  # the import of the text raises it again, where feedback explains it
+            codes[name] = marshal.dumps(compile(text, path, "exec", dont_inherit=True))
+    return codes
 
 
 def is_sealed(path: str) -> bool:

@@ -183,7 +183,7 @@ def test_only_the_submissions_modules_up_to_this_one_are_found(tmp_path, name):
 def test_the_courses_own_files_travel_as_code():
     """Only the course's own files are sent as compiled code. A rank compiles a student's text itself."""
     sources = read("solutions", 2) | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
-    sent = prepare_for_ranks(sources)
+    sent = prepare_for_ranks(sources, {})
     assert sent.pop("mine") == ("/home/ada/mine.py", "answer = 1\n", None)
     for name, (path, text, code) in sent.items():
         words = [line.strip() for line in sources[name][1].splitlines() if line.strip().startswith("#")]

@@ -676,7 +676,7 @@ def test_an_instructors_check_counts_and_ranks_do_not_get_its_text(extra, refuse
     assert gradebook.count_points([get_module(1)]) == 10
     [check] = [check for check in collect.collect([get_module(1)]) if check.file]
     assert (check.number, check.points, check.name) == ("1.8", 2, "test_five_ranks")
-    assert prepare_for_ranks({"my_checks": (str(extra), EXTRA)})["my_checks"][1] == ""
+    assert prepare_for_ranks({"my_checks": (str(extra), EXTRA)}, {})["my_checks"][1] == ""
     state = make_empty_grading([get_module(1)], 1)
     for visibility in (None, "after_due_date"):
         state.visibility = visibility

@@ -13,6 +13,8 @@ ranks have been killed and reaped, and their files have been removed.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,9 +25,11 @@ from brigade.ranks.runner.failure import RankFailure
 from brigade.ranks.runner.machine import count_cores, make_nccl_environments
 from brigade.ranks.runner.options import MODES, RunOptions
 from brigade.ranks.runner.server import SERVER
-from brigade.ranks.texts import Sources, find_sources, prepare_for_ranks
+from brigade.ranks.texts import PACKAGE, Sources, compile_texts, find_sources, is_sealed, prepare_for_ranks
 
 __all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "run_calls", "run_ranks", "take_own"]
+
+COMPILE_S = 5.0  # then ranks compile the submission themselves; the texts of the longest module take 0.05 s
 
 
 class PerRank(list):
@@ -111,6 +115,9 @@ def make_requests(
     module: str, function: str, args_per_call: Sequence[Sequence[Any]], packages: dict[str, Sources], how: RunOptions
 ) -> list[dict[str, Any]]:
     """Return the request to each rank: see `rank/main.py`."""
+    submission = packages.get(PACKAGE, {}) if how.graded else {}
+    files = tuple((name, path, text) for name, (path, text) in submission.items() if path)
+    codes = {PACKAGE: compile_apart(files)}
     environments: list[dict[str, str]] = [{}] * how.world_size
     if how.backend == "nccl":
         environments = make_nccl_environments(how.world_size, how.share_gpu)
@@ -120,7 +127,7 @@ def make_requests(
         "group_class": MODES[how.mode],
         "module": module,
         "function": function,
-        "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},
+        "packages": {name: prepare_for_ranks(texts, codes.get(name, {})) for name, texts in packages.items()},
         # checks are small, and without much memory there are no other threads
         "threads": 1 if how.mode == "strict" or how.memory else max(1, count_cores() // how.world_size),
     }
@@ -131,6 +138,20 @@ def make_requests(
         own = {"rank": rank, "seed": seed, "calls": number_batches(calls, batches), "environment": environments[rank]}
         requests.append(common | own | {"borders": [batch["borders"] for batch in batches]})
     return requests
+
+
+@functools.lru_cache(maxsize=32)  # every check of a module sends the same texts
+def compile_apart(files: tuple[tuple[str, str, str], ...]) -> dict[str, bytes]:
+    """Return the code of these modules (name, path, text), compiled once for all ranks that import them.
+
+    It comes from a rank, so only ranks may load it. A module without code is one that ranks have to compile themselves.
+    """
+    sources = {name: (path, text) for name, path, text in files if not is_sealed(path)}
+    codes: Any = {}
+    with contextlib.suppress(RankFailure):
+        [codes] = run_ranks(compile_texts, sources, world_size=1, deadline=COMPILE_S) if sources else [{}]
+    found = codes.items() if type(codes) is dict else ()
+    return {name: code for name, code in found if name in sources and type(code) is bytes}
 
 
 def draw_seeds(seed: int | None, world_size: int) -> list[int]:
