@@ -13,6 +13,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from brigade.course.table.modules import MODULES, get_module
 from brigade.course.table.submission import Snapshot, list_earlier
 from brigade.grader.outcome import Grading
 from brigade.ranks.errors import UserError
+from brigade.ranks.runner.server import SERVER
 from brigade.ranks.verdict import make_not_run
 
 Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
@@ -43,6 +45,7 @@ def grade(
     total_s: float = TOTAL_S,
     on_change: Callable[[], None] = lambda: None,
     secret: bytes | None = None,
+    at_a_time: int = 1,
 ) -> Grading:
     """Run all checks of `grading` on `target`, and return it. Call `on_change` before the first and after each check.
 
@@ -50,7 +53,7 @@ def grade(
 
     `on_change` may raise OSError after a check, for example if the disk is full. The grading run then continues. Only
     exceptions of the first and the last call propagate. With `prior` "auto", an error costs points only once, because
-    failed checks are repeated with the reference's earlier modules.
+    failed checks are repeated with the reference's earlier modules. Several run `at_a_time`, with the same results.
     """
     grading.outcomes = [Outcome(check) for check in collect([get_module(number) for number, _ in grading.modules()])]
     on_change()
@@ -58,7 +61,16 @@ def grade(
     if secret is not None:
         grading.seed = derive_seed(secret, snapshot, max(number for number, _ in grading.modules()))
     conditions = Conditions(grading.seed, backend, share_gpu, uses_hidden=True)
-    Schedule(snapshot, grading, prior, conditions, total_s, on_change).run()
+    pool = ThreadPoolExecutor(at_a_time)
+    schedule = Schedule(snapshot, grading, prior, conditions, total_s, on_change, pool, at_a_time)
+    try:
+        schedule.run()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        conditions.stopped.set()
+        if any(future.running() for future in schedule.started.values()):
+            SERVER.close()  # ends the ranks of checks whose outcomes nobody needs any more
+        pool.shutdown()  # no thread outlives the isolation
     grading.finished = True
     on_change()
     return grading
@@ -99,11 +111,14 @@ class Schedule:
     conditions: Conditions
     total_s: float
     on_change: Callable[[], None]
+    pool: Executor  # starts checks before their turn, if it has several threads
+    at_a_time: int
     has_stalled: bool = False  # whether a module hung in a check or used up its time
     # for each check, the attempts in order, by the numbers of the modules that the reference replaces
     attempts: dict[GradedCheck, dict[Replaced, Outcome]] = field(default_factory=lambda: defaultdict(dict))
     # the number of checks that have reached their deadline, by module and by whether earlier modules were replaced
     timeouts: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    started: dict[tuple[GradedCheck, Replaced], Future[Outcome]] = field(default_factory=dict)  # before their turn
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
@@ -114,11 +129,12 @@ class Schedule:
         """Run every check once, then repeat failed checks that may pass with other earlier modules."""
         modules = self.grading.modules()
         for index, (number, _) in enumerate(modules):
-            replaced = self.earlier[number] if self.prior == "reference" else frozenset()
-            if self.prior == "auto" and self.has_stalled:
-                replaced = self.list_failed(number)
             now = time.monotonic()
-            self.attempt(number, replaced, now + max(0.0, self.ends_at - now) / (len(modules) - index))
+            ends_at = now + max(0.0, self.ends_at - now) / (len(modules) - index)
+            self.start_early(number, self.choose_first(number), ends_at)
+            for following, _ in modules[index + 1 : index + 2]:  # or a thread would wait at the end of each module
+                self.start_early(following, self.choose_first(following), self.ends_at)
+            self.attempt(number, self.choose_first(number), ends_at)
         if self.prior == "auto":
             for number, _ in modules:
                 self.attempt(number, self.list_failed(number), self.ends_at)
@@ -126,6 +142,12 @@ class Schedule:
                 self.attempt(number, self.earlier[number], self.ends_at)
             for outcome in self.grading.outcomes:
                 self.explain(outcome)
+
+    def choose_first(self, number: int) -> Replaced:
+        """Return the earlier modules that the reference replaces when the checks of a module run first."""
+        if self.prior == "auto":
+            return self.list_failed(number) if self.has_stalled else frozenset()
+        return self.earlier[number] if self.prior == "reference" else frozenset()
 
     def list_failed(self, number: int) -> Replaced:
         """Return the earlier modules that have failed a check so far, or that are not graded and so may be wrong."""
@@ -147,6 +169,7 @@ class Schedule:
     def attempt(self, number: int, replaced: Replaced, ends_at: float) -> None:
         """Run the checks of one module that may gain points, until the module is stopped or out of time."""
         started = time.monotonic()
+        self.start_early(number, replaced, ends_at)
         for outcome in self.grading.list_outcomes(number):
             if not self.may_gain(outcome, replaced):
                 continue
@@ -161,6 +184,20 @@ class Schedule:
             else:
                 self.examine(outcome, replaced, ends_at)
 
+    def start_early(self, number: int, replaced: Replaced, ends_at: float) -> None:
+        """Start those checks of a module that may gain points, in the order of their turns, if there are threads."""
+        for outcome in self.grading.list_outcomes(number) if self.at_a_time > 1 else ():
+            key = outcome.check, replaced
+            if key not in self.started and self.may_gain(outcome, replaced):
+                self.started[key] = self.pool.submit(self.run_once, *key, ends_at)
+
+    def run_once(self, check: GradedCheck, replaced: Replaced, ends_at: float) -> Outcome:
+        """Run one check in this thread."""
+        assert isinstance(check, Check)  # from `collect`
+        source = self.prior if self.prior != "auto" else "reference" if replaced else "own"
+        conditions = replace(self.conditions, ends_at=ends_at)
+        return run_check(check, self.snapshot, conditions, source, replaced=replaced)
+
     def skip(self, outcome: Outcome, reason: str) -> None:
         """Record why a check does not run. Keep the verdict of an earlier attempt."""
         if not self.attempts[outcome.check]:
@@ -169,17 +206,12 @@ class Schedule:
 
     def examine(self, outcome: Outcome, replaced: Replaced, ends_at: float) -> None:
         """Run one check. Running a check again can only gain points."""
-        attempts = self.attempts[outcome.check]
-        check = outcome.check
-        assert isinstance(check, Check)  # from `collect`
-        source = self.prior if self.prior != "auto" else "reference" if replaced else "own"
-        conditions = replace(self.conditions, ends_at=ends_at)
-        started = time.monotonic()
-        for _ in range(2):
-            found = run_check(check, self.snapshot, conditions, source, replaced=replaced)
-            if found.ending != "lost":  # killed from outside, perhaps because memory ran out: try again
-                break
-        found.seconds = outcome.seconds + time.monotonic() - started
+        attempts, key = self.attempts[outcome.check], (outcome.check, replaced)
+        early = self.started.get(key)
+        found = early.result() if early else self.run_once(*key, ends_at)
+        if found.ending == "lost":  # killed from outside, perhaps because memory ran out: try again
+            found = self.run_once(*key, ends_at)
+        found.seconds += outcome.seconds
         found.exception = None  # free the objects that it refers to
         found.repeat = ""  # a command with the grader's paths
         if found.passed or not attempts or (is_blocked(outcome) and not is_blocked(found)):
@@ -189,7 +221,8 @@ class Schedule:
         attempts[replaced] = found
         self.timeouts[outcome.check.module, bool(replaced)] += found.ending == "deadline"
         if found.ending in ("deadline", "deadlock"):
-            self.has_stalled = True
+            self.has_stalled = True  # so other earlier modules may be replaced in what has not started
+            self.started = {key: future for key, future in self.started.items() if not future.cancel()}
         self.report()
 
     def report(self) -> None:

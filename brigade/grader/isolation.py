@@ -58,7 +58,7 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
         finally:
             ranks.SERVER.close()  # while the user is reserved: the server kills all processes of the user when it ends
             ranks.SERVER.sandbox = ranks.SERVER.load_witness = None
-            if reservation is not None:
+            if reservation is not None and not separates_runs(backend):
                 users.remove_files(uid)
 
 
@@ -73,6 +73,11 @@ def may_isolate(backend: str = "gloo") -> bool:
     """Return whether ranks can run as other users or, on the CPU, in an ordinary user's namespaces."""
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     return sys.platform == "linux" and (is_root or (backend != "nccl" and enter.has_namespaces()))
+
+
+def separates_runs(backend: str) -> bool:
+    """Return whether a run leaves nothing behind, and its end leaves other ranks alone. Then two may run at a time."""
+    return backend != "nccl" and (os.geteuid() != 0 or enter.has_own_space())
 
 
 def list_conditions(backend: str, share_gpu: bool) -> list[str]:

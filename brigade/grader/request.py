@@ -18,8 +18,8 @@ class GradeRequest:
     """Grade these modules of a submission, and write the results to the file `out`, or print them if it is "".
 
     The paths are those of one directory or archive, or of several module files. The seed follows from the text and from
-    the `secret` if there is one. Otherwise it is `seed`, or drawn if that is None. The other fields are options of
-    `brigade grade`.
+    the `secret` if there is one. Otherwise it is `seed`, or drawn if that is None. Several checks may run `at_a_time`.
+    The other fields are options of `brigade grade`.
     """
 
     modules: tuple[int, ...]
@@ -34,6 +34,7 @@ class GradeRequest:
     backend: str = "gloo"
     share_gpu: bool = False
     limit: float = TOTAL_S
+    at_a_time: int = 1
 
     def encode(self) -> str:
         """Return the request as JSON."""

@@ -1,5 +1,6 @@
 """brigade grade: the results are correct, complete at any time, and valid in every format."""
 
+import itertools
 import json
 import os
 import re
@@ -379,8 +380,8 @@ class Simulated:
             return Outcome(check, "passed")
         return Outcome(check, "failed", Verdict("", f"{ending} on {prior_source}", ending=ending))
 
-    def grade(self, prior="auto", total_s=480.0, entries=CORE_MODULES):
-        return grading.grade(ROOT / "solutions", make_empty_grading(entries, 1), prior=prior, total_s=total_s)
+    def grade(self, prior="auto", total_s=480.0, entries=CORE_MODULES, **how):
+        return grading.grade(ROOT / "solutions", make_empty_grading(entries, 1), prior=prior, total_s=total_s, **how)
 
 
 def count_lost_points(state):
@@ -464,6 +465,41 @@ def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, 
     simulated = Simulated(monkeypatch, lambda module, index, _: OWN_HANGS if hangs(module, index) else ("failed", 1.0))
     state = simulated.grade(prior)
     assert simulated.now < 450 and not any("used up" in outcome.verdict.got for outcome in state.outcomes)
+
+
+@pytest.mark.parametrize("prior", ["auto", "own", "reference"])
+def test_two_checks_at_a_time_get_the_same_points(monkeypatch, prior):
+    """Some checks fail, hang or deadlock, so the reference replaces earlier modules in what follows."""
+    for first, hangs in itertools.product([1, 4], HANGS.values()):
+
+        def attempt(module, index, source, first=first, hangs=hangs):
+            if module == first and hangs(module, index) or source == "own" and module == first + 1:
+                return ("deadline" if index else "deadlock"), 1.0
+            return ("failed" if module == 3 else "passed"), 1.0
+
+        one, two = (Simulated(monkeypatch, attempt).grade(prior, 1e9, at_a_time=n) for n in (1, 2))
+        results = [[(o.check.name, o.status, str(o.verdict)) for o in state.outcomes] for state in (one, two)]
+        assert results[0] == results[1]
+
+
+def test_an_interrupt_leaves_no_check_behind(monkeypatch):
+    """The second check of two at a time waits for its ranks when Ctrl-C comes. It ends, and no other one starts."""
+    attempts, ended = [], []
+
+    def run_check(check, target, conditions, *_, **__):
+        attempts.append(check)
+        if len(attempts) > 1:
+            ended.append(conditions.stopped.wait(60))
+        return Outcome(check, "passed")
+
+    def on_change():
+        if attempts:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(grading, "run_check", run_check)
+    with pytest.raises(KeyboardInterrupt):
+        grading.grade(ROOT / "solutions", make_empty_grading(CORE_MODULES, 1), on_change=on_change, at_a_time=2)
+    assert all(ended) and len(attempts) <= 3
 
 
 @pytest.mark.parametrize(("is_allowed", "note"), [(True, "Graded in namespaces"), (False, "Graded without isolation")])

@@ -484,9 +484,9 @@ def fork(ends):
 
 doomed, other, going_on = fork(False), fork(True), fork(False)
 server = ForkServer()
-server.ranks |= {doomed, other, going_on}
+server.ranks |= {doomed: 0, other: 1, going_on: 2}
 os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
-assert server.kill([doomed]) == {doomed: -9} and server.kill([other]) == {other: 3} and server.ranks == {going_on}
+assert server.kill([doomed]) == {doomed: -9} and server.kill([other]) == {other: 3} and server.ranks == {going_on: 2}
 assert server.kill([going_on]) == {going_on: -9}
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,9 @@ class Conditions:
     ends_at: float = math.inf  # the value of time.monotonic() by which a check has to end
     is_debugged: bool = False
     uses_hidden: bool = False  # whether checks may use cases that students never get: when they are graded
+    stopped: threading.Event = field(
+        default_factory=threading.Event, compare=False
+    )  # set when no run may begin any more
 
 
 @dataclass
@@ -193,7 +197,7 @@ class CheckContext:
         usual_s *= 3 if memory else 1  # such a run moves much data
         left_s = how.ends_at - time.monotonic()
         deadline_s, longest_s = (min(limit_s, left_s) for limit_s in (usual_s, BUSY * usual_s))
-        if left_s <= 0:
+        if left_s <= 0 or how.stopped.is_set():
             raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
         return ranks.run_calls(
             scenario,

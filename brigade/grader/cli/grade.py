@@ -15,7 +15,9 @@ from brigade.grader.cli.grade_student import grade_student
 from brigade.grader.gradebook import refuse_several_parts
 from brigade.grader.request import GradeRequest, read_secret
 from brigade.ranks.errors import UserError
+from brigade.ranks.runner import machine
 
+MOST_AT_A_TIME = 2  # checks; with more, ranks of two runs could be the same user
 PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
 
 
@@ -108,7 +110,14 @@ def complete(request: GradeRequest, options: argparse.Namespace) -> GradeRequest
     if options.visibility and form != "gradescope":
         raise UserError("--visibility works only with --format gradescope")
     paths = tuple(options.submission)
-    return replace(request, form=form, visibility=options.visibility, submission=paths, out=str(out or ""))
+    return replace(
+        request,
+        form=form,
+        visibility=options.visibility,
+        submission=paths,
+        out=str(out or ""),
+        at_a_time=min(MOST_AT_A_TIME, machine.count_cores()),
+    )
 
 
 def select_graded_modules(options: argparse.Namespace) -> list[Module]:

@@ -107,6 +107,7 @@ def run(request: GradeRequest, state: Grading, console: Console) -> None:
                         total_s=request.limit,
                         on_change=follow,
                         secret=request.secret.encode(errors="surrogateescape") or None,
+                        at_a_time=request.at_a_time if isolation.separates_runs(request.backend) else 1,
                     )
         except UserError as error:
             state.unreadable = str(error) if isinstance(error, incoming.Unreadable) else ""

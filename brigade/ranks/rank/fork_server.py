@@ -74,7 +74,8 @@ class ForkServer:
     """The forked ranks, and the execution of the parent's orders."""
 
     def __init__(self, own_descriptors: Sequence[int] = ()):
-        self.ranks: set[int] = set()  # process ids
+        # By process id, the place of each rank. No two ranks have the same at a time, so they are different users.
+        self.ranks: dict[int, int] = {}
         self._sandbox_settings: dict | None = None  # the settings of the last rank with a sandbox
         self._own_descriptors = own_descriptors
 
@@ -91,12 +92,15 @@ class ForkServer:
             with contextlib.suppress(OSError):  # this process must be able to end hundreds of others
                 os.setpriority(os.PRIO_PROCESS, 0, -20)
         self._sandbox_settings = sandbox_settings or self._sandbox_settings
+        if sandbox_settings:
+            enter.make_filter(sandbox_settings["offline"])  # once, for all ranks
         pids = []
         for start in range(0, len(descriptors), FDS_PER_RANK):
             own = descriptors[start : start + FDS_PER_RANK]
             others = [fd for fd in [*self._own_descriptors, *descriptors] if fd not in own]
-            pids.append(fork_rank(own, others, sandbox_settings, directory, start // FDS_PER_RANK))
-        self.ranks.update(pids)
+            place = min({*range(len(self.ranks) + 1)} - {*self.ranks.values()})
+            pids.append(fork_rank(own, others, sandbox_settings, directory, place))
+            self.ranks[pids[-1]] = place
         for fd in descriptors:
             os.close(fd)
         return pids
@@ -107,25 +111,26 @@ class ForkServer:
         Return their exit statuses, as in `subprocess`. Killing a rank that has ended does not change its status.
         """
         give_up, settings = time.monotonic() + PATIENCE_S, self._sandbox_settings
-        if settings and settings["reservation"] is None:
-            settings = None  # the processes and files of an ordinary user are not only those of ranks
-        own = self.ranks & set(pids)
+        own = self.ranks.keys() & set(pids)
         for pid in own:
             protocol.kill_group(pid, and_leader=True)
         statuses: dict[int, int] = {}
         while (left := own - statuses.keys()) and time.monotonic() < give_up:
             statuses |= reap(left)
             time.sleep(0.001)
-        self.ranks -= own
-        while (orphans := list_children() - self.ranks) and time.monotonic() < give_up:
+        for pid in own:
+            del self.ranks[pid]
+        if settings and settings["offline"] and enter.has_own_space():
+            return statuses  # their processes and files have disappeared with them
+        while (orphans := list_children() - self.ranks.keys()) and time.monotonic() < give_up:
             if settings:  # all at once; it costs a fork, and most ranks leave no processes behind
                 users.kill_user(settings["uid"])
             for pid in orphans:
                 protocol.kill_group(pid, and_leader=True)
             reap(orphans)
             time.sleep(0.001)
-        if settings and not (settings["offline"] and enter.has_private_mounts()):
-            users.remove_files(settings["uid"])  # private directories have disappeared with the rank
+        if settings:
+            users.remove_files(settings["uid"])
         return statuses
 
 
@@ -143,10 +148,11 @@ def preload(modules: Sequence[str]) -> None:
     torch.optim.SGD([weight]).step()
 
 
-def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str, rank: int) -> int:
+def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str, place: int) -> int:
     """Fork one rank, with its own descriptors and without the others. Return its process id.
 
-    The rank's working directory is `directory`, or its own one inside it if the sandbox requires this.
+    The rank's working directory is `directory`, or its own one inside it if the sandbox requires this. For `place`, see
+    `ForkServer.ranks`.
     """
     server, is_offline = os.getpid(), bool(sandbox_settings and sandbox_settings["offline"])
     if sandbox_settings and sandbox_settings["reservation"] is None:
@@ -165,7 +171,7 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
         from brigade.ranks.rank.main import main
 
         if sandbox_settings:
-            directory = enter.enter(sandbox_settings, directory, rank)
+            directory = enter.enter(sandbox_settings, directory, place)
         os.chdir(directory)
         control, output = own
         main(control, output, server)

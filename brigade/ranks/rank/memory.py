@@ -11,9 +11,9 @@ given tensor uses are "other". Copies that the course's own process groups make 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _counting = True
 
 
-@contextlib.contextmanager
-def uncounted() -> Iterator[None]:
-    """Do not count the tensors that are made in the block."""
-    global _counting
-    before, _counting = _counting, False
-    try:
-        yield
-    finally:
-        _counting = before
+def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Do not count the tensors that are made in the decorated function."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global _counting
+        before, _counting = _counting, False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _counting = before
+
+    return run
 
 
 def list_tensors(value: Any) -> list[torch.Tensor]:

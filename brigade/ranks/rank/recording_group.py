@@ -55,7 +55,7 @@ class RecordedWork(dist.Work):
         self._recorder.note("done", index=self._index)
         return True
 
-    @uncounted()
+    @uncounted
     def _await(self, timeout: timedelta | None) -> None:
         """Wait until the result is available. On CUDA, make the current stream wait."""
         self._inner.wait(timeout) if timeout else self._inner.wait()
@@ -163,7 +163,7 @@ class RecordingGroup(dist.ProcessGroup):
         """Perform launch `index` and return its handle."""
         return RecordedWork(self._perform(method, args, kwargs), self._recorder, index)
 
-    @uncounted()  # gloo's reduce-scatter copies its input
+    @uncounted  # gloo's reduce-scatter copies its input
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
         work = getattr(self._inner, method)(*args, **kwargs)
         return Finished() if work is None else work

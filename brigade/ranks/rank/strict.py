@@ -61,7 +61,7 @@ class StrictGroup(RecordingGroup):
         if op == "all_to_all" and any(share_memory(one, other) for one in received for other in sent):
             raise ValueError("all_to_all needs an output that shares no memory with its input, as with NCCL")
 
-    @uncounted()
+    @uncounted
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
         if op == "barrier":
@@ -115,7 +115,7 @@ class StrictWork(RecordedWork):
             self._futures.pop(0).set_result(targets)
         return True
 
-    @uncounted()
+    @uncounted
     def _deliver(self, timeout: timedelta | None) -> None:
         super().wait(timeout)
         if not self._delivered:

@@ -32,6 +32,8 @@ VISIBLE = re.compile(
     "PATH|LANG|LC_ALL|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NCCL_.*|NVIDIA_(?!.*(KEY|TOKEN|SECRET)).*"
 )
 
+LOST = "the process that starts the ranks has ended. Likely cause: `import torch` fails here."
+
 
 class ServerLost(UserError):
     """The fork server and its ranks have ended. The next run starts another server."""
@@ -100,7 +102,10 @@ class Server:
 
     def kill(self, pids: list[int]) -> dict[int, int]:
         """Kill and reap these ranks and all processes that they started. Return their exit statuses."""
-        return dict(self._order({"kill": pids}))
+        statuses = dict(self._order({"kill": pids}))
+        if not statuses:
+            raise ServerLost(LOST)  # another thread has noticed it, and has started a new server
+        return statuses
 
     def _order(self, order: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
         """Send an order and return the answer.
@@ -126,8 +131,7 @@ class Server:
                     users.kill_user(self.sandbox.uid)
                 for pid in order.get("kill", ()):  # on Linux they ended with the server
                     protocol.kill_group(pid)
-                lost = "the process that starts the ranks has ended. Likely cause: `import torch` fails here."
-                raise ServerLost(lost) from None
+                raise ServerLost(LOST) from None
 
     def close(self) -> None:
         """End the server and all its ranks. The next `start` starts a new server."""

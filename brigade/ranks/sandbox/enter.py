@@ -31,6 +31,7 @@ import socket
 import stat
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,8 @@ AT_RECURSIVE, MOUNT_ATTR_RDONLY = 0x8000, 0x1
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
 FUTEX_PRIVATE_FLAG = 128
 SCMP_ACT_ALLOW, SCMP_ACT_ERRNO, SCMP_CMP_MASKED_EQ = 0x7FFF0000, 0x50000, 7
-SCMP_FLTATR_ACT_BADARCH, SCMP_FLTATR_CTL_SSB = 2, 7
+SCMP_FLTATR_ACT_BADARCH = 2
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, BPF_INSTRUCTION = 1, 4, 8  # the last in bytes
 
 MOST_MEMORY = 3 << 30  # bytes of a process of an offline rank, in addition to what torch has mapped
 MOST_PROCESSES = 400  # of a user, threads included
@@ -100,7 +102,7 @@ class Sandbox:
     hidden: list[str] = field(default_factory=list)
 
 
-def enter(settings: dict, directory: str, rank: int) -> str:
+def enter(settings: dict, directory: str, place: int) -> str:
     """Move this process into the sandbox, with the working files in `directory`. Raise OSError if that is impossible.
 
     `settings` are the fields of a `Sandbox` and the "memory" of a run's ranks (`RunOptions`). An offline rank gets a
@@ -109,8 +111,8 @@ def enter(settings: dict, directory: str, rank: int) -> str:
     os.nice(max(0, NICENESS - os.nice(0)))
     uid, is_root = settings["uid"], settings["reservation"] is not None
     if settings["offline"]:
-        uid = users.list_users(uid)[rank % users.RANKS] if is_root else uid
-        directory = os.path.join(directory, str(rank))
+        uid = users.list_users(uid)[place % users.RANKS] if is_root else uid
+        directory = os.path.join(directory, str(place))
         os.makedirs(directory, 0o700, exist_ok=True)
     os.chown(directory, uid, uid)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -161,7 +163,21 @@ def load_seccomp() -> ctypes.CDLL | None:
 
 
 def filter_system_calls(offline: bool = False) -> bool:
-    """Make the kernel refuse system calls to this process and its children. Return whether this succeeded.
+    """Make the kernel refuse system calls to this process and its children. Return whether this succeeded."""
+    if not (library := load_seccomp()):
+        return False
+    program = make_filter(offline)
+    code = ctypes.create_string_buffer(program, len(program))
+    where = struct.pack("HP", len(program) // BPF_INSTRUCTION, ctypes.addressof(code))
+    number = library.seccomp_syscall_resolve_name(b"seccomp")
+    # Kernels from 4.17 to 5.15 need the flag, or they slow a filtered process down.
+    flags = (SECCOMP_FILTER_FLAG_SPEC_ALLOW, 0)
+    return any(LIBC.syscall(number, SECCOMP_SET_MODE_FILTER, flag, where) == 0 for flag in flags)
+
+
+@functools.cache  # by the fork server, before it forks ranks: this takes several milliseconds
+def make_filter(offline: bool) -> bytes:
+    """Return a program with which the kernel refuses system calls, or nothing if libseccomp is missing.
 
     A process that is `offline` may only use the calls of ALLOWED, and others may use all but REFUSED.
 
@@ -170,7 +186,7 @@ def filter_system_calls(offline: bool = False) -> bool:
     clone.
     """
     if not (library := load_seccomp()):
-        return False
+        return b""
     refuse = SCMP_ACT_ERRNO | errno.EPERM
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(refuse if offline else SCMP_ACT_ALLOW))
@@ -185,7 +201,6 @@ def filter_system_calls(offline: bool = False) -> bool:
             raise OSError(f"libseccomp cannot filter system call {number}")
 
     library.seccomp_attr_set(rules, SCMP_FLTATR_ACT_BADARCH, refuse)  # other tables of calls
-    library.seccomp_attr_set(rules, SCMP_FLTATR_CTL_SSB, 1)  # or kernels before 5.16 slow a filtered process down
     clone, fcntl, futex = map(resolve, ("clone", "fcntl", "futex"))
     if offline:
         allowed = {*map(resolve, ALLOWED.split())}
@@ -204,9 +219,11 @@ def filter_system_calls(offline: bool = False) -> bool:
         add(SCMP_ACT_ERRNO | errno.ENOSYS, CLONE3)
         for bit in (1 << place for place in range(32) if CLONE_NEW_ANY >> place & 1):
             add(refuse, clone, 0, bit, bit)
-    is_loaded = library.seccomp_load(rules) == 0
-    library.seccomp_release(rules)
-    return is_loaded
+    with tempfile.TemporaryFile() as file:
+        require(library.seccomp_export_bpf(rules, file.fileno()), "seccomp_export_bpf")
+        library.seccomp_release(rules)
+        file.seek(0)
+        return file.read()
 
 
 def probe(secrets: list[str]) -> dict:
@@ -248,9 +265,9 @@ def become(uid: int) -> None:
 
 
 @functools.cache
-def has_private_mounts() -> bool:
-    """Return whether a process of this user may have its own mounts."""
-    return users.run_in_child(unshare_mounts)
+def has_own_space() -> bool:
+    """Return whether a process of this user may have its own mounts and process ids."""
+    return users.run_in_child(lambda: unshare_mounts() and LIBC.unshare(CLONE_NEWPID) == 0)
 
 
 @functools.cache
