@@ -51,6 +51,8 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
     private.discard("/")
     ranks.SERVER.close()  # one that runs has not imported it, and does not hold the reservation
     with users.reserve_user() as (uid, reservation):
+        if reservation is not None and not separates_runs(backend):
+            users.remove_files(uid)  # of a grader that was killed; in a large directory, this takes many seconds
         ranks.SERVER.load_witness = load_witness if backend != "nccl" else None
         ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=sorted(private))
         try:
@@ -58,8 +60,6 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
         finally:
             ranks.SERVER.close()  # while the user is reserved: the server kills all processes of the user when it ends
             ranks.SERVER.sandbox = ranks.SERVER.load_witness = None
-            if reservation is not None and not separates_runs(backend):
-                users.remove_files(uid)
 
 
 def load_witness() -> type[Witness]:

@@ -216,6 +216,16 @@ def test_no_server_outlives_the_reservation_of_its_user(umask):
     assert found["uid"] != 0 and found["unreachable"] == []
 
 
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="without root, ranks share no directories")
+@pytest.mark.parametrize(("backend", "is_private"), [("gloo", True), ("gloo", False), ("nccl", True)])
+def test_directories_that_users_share_are_searched_only_if_ranks_see_them(backend, is_private, monkeypatch):
+    searched = []
+    monkeypatch.setattr(enter, "has_private_mounts", lambda: is_private)
+    monkeypatch.setattr(users, "_find", lambda *_: searched.append(backend) or b"")
+    with isolation.isolate_ranks([], backend):
+        assert searched == [backend] * (backend == "nccl" or not is_private)
+
+
 @pytest.mark.parametrize("path", ("/opt/python/lib", f"{sys.prefix}/lib/site-packages"))
 def test_packages_that_the_user_cannot_read_are_named_with_the_remedy(path, monkeypatch):
     found = {"uid": 64_100, "secrets": [], "unreachable": [path], "is_filtered": True}

@@ -38,8 +38,7 @@ def reserve_user() -> Iterator[tuple[int, int | None]]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue
-            kill_user(uid)  # a grader that was killed may have left processes and files
-            remove_files(uid)
+            kill_user(uid)  # a grader that was killed may have left processes
             yield uid, lock.fileno()
             return
     raise UserError(f"{USERS} grading runs are already active on this machine")
