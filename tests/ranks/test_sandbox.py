@@ -220,7 +220,7 @@ def test_no_server_outlives_the_reservation_of_its_user(umask):
 @pytest.mark.parametrize(("backend", "is_private"), [("gloo", True), ("gloo", False), ("nccl", True)])
 def test_directories_that_users_share_are_searched_only_if_ranks_see_them(backend, is_private, monkeypatch):
     searched = []
-    monkeypatch.setattr(enter, "has_private_mounts", lambda: is_private)
+    monkeypatch.setattr(enter, "has_own_space", lambda: is_private)
     monkeypatch.setattr(users, "_find", lambda *_: searched.append(backend) or b"")
     with isolation.isolate_ranks([], backend):
         assert searched == [backend] * (backend == "nccl" or not is_private)

@@ -69,8 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def program() -> None:
-    """Run `main` as the command `brigade`, then exit without unloading torch, which would take a second."""
-    status = main()
+    """Run `main` as the command `brigade`, then exit."""
+    leave(main())
+
+
+def leave(status: int) -> None:
+    """Exit without unloading torch, which would take a second."""
     ranks.SERVER.close()
     with contextlib.suppress(OSError):  # the reader has closed the pipe
         sys.stdout.flush()
