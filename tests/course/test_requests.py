@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from test_forging import list_places
 
 from brigade.course.checks.collect import collect
 from brigade.course.checks.context import CheckContext
@@ -22,15 +22,6 @@ from brigade.ranks.runner.monitor import Monitor
 # ranks have when they load a checkpoint, and the input of an evaluation.
 SHARED = {"start", "load", "params", "values", "weights", "late_weights", "probe"}
 LARGE = 8  # entries of a tensor; smaller ones can be equal by chance
-
-
-def walk(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
-    """Yield all values in nested lists, tuples and dicts with their paths."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else None
-    if items is None:
-        yield path, value
-    for key, item in items or ():
-        yield from walk(item, (*path, key))
 
 
 class Collected(Exception):
@@ -80,7 +71,7 @@ def test_ranks_get_only_their_own_parts_in_all_runs(entry, monkeypatch):
 def expect_own_parts(requests: list[dict[str, Any]]) -> None:
     """Expect that no rank has a seed of the case, or a tensor of another rank."""
     assert len({request["seed"] for request in requests}) == len(requests)
-    values = [list(walk(request["calls"])) for request in requests]
+    values = [[*list_places(request["calls"])] for request in requests]
     assert all(abs(value) < 2**31 for own in values for _, value in own if type(value) is int), "a seed of a case"
     tensors = [
         (rank, path, value)

@@ -29,6 +29,7 @@ class Tape:
     def __init__(self, check: Check, texts: Texts, conditions: Conditions | None = None):
         self.check, self.texts, self.conditions = check, texts, conditions or Conditions()
         self.runs: dict[int, list[RankResults] | RankFailure] = {}  # by seed
+        self.played: list[int] = []  # the seeds of the runs of the last play
 
     def play(self, forge: Callable[[RankResults], RankResults] = lambda results: results) -> Outcome:
         """Run the check with the forged results of each call. Look for no cause that needs other ranks."""
@@ -36,6 +37,7 @@ class Tape:
         def start(context: CheckContext, *args: Any, **options: Any) -> list[RankResults]:
             before = context.rng.getstate()
             seed = context.rng.randrange(2**63)
+            self.played.append(seed)
             if seed not in self.runs:
                 context.rng.setstate(before)
                 try:
@@ -49,6 +51,7 @@ class Tape:
                 raise run
             return [forge(results) for results in run]
 
+        self.played = []
         self.check.function.__globals__.get("TRIALS", {}).clear()  # what module 17's checks keep for each other
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckContext, "_start", start)
