@@ -1,4 +1,7 @@
-"""A flat shard: this rank's part of one unit's weights, and the full weights while they are needed."""
+"""A flat shard: this rank's part of one unit's weights, and the full weights while they are needed.
+
+Autograd keeps views of the full weights, so their memory is freed by resizing their storage to 0 bytes.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def behind(rank: int) -> None:
 
 
 def ended(rank: int) -> None:
-    """Rank 0 has one batch less than the others and leaves the loop early."""
+    """Rank 0 has one batch fewer than the others and leaves the loop early."""
     for _ in range(2 if rank == 0 else 3):
         dist.all_reduce(torch.ones(40))
 
