@@ -86,6 +86,23 @@ class Wrapper(nn.Module):
     """What all wrappers have: the model, its group, and the parameters that were trainable at construction.
 
     The wrappers of modules 1 to 5 and 11 inherit from it. `trainable` must stay as it is.
+
+    This holds for the wrappers of all modules:
+
+    - It works at any world size, 1 included, in any group, for any number of steps. Its state is in the wrapper, not in
+      global variables, because a process may wrap several models. Others read `.module` and `.process_group`.
+    - Frozen parameters and buffers are broadcast, but never reduced. A tied parameter is reduced once.
+    - If a parameter has no gradient on this rank, it counts as zeros. If it has none on any rank, its gradient may be
+      None or zeros afterwards. With zeros, Adam still moves it by its momentum, and weight decay makes it smaller.
+    - Gradients are added before they are divided, so float16 weights are refused. torch DDP divides first.
+    - A rank without a backward calls no other collective of this group before its finish, because the other ranks may
+      have launched theirs in backward.
+    - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
+      Gradients are averaged in eval mode, too.
+    - The set of trainable parameters is fixed at construction. If a parameter is frozen, unfrozen or replaced later,
+      the next finish raises RuntimeError (`require_same_parameters`).
+    - Sparse gradients, `.to()` after wrapping, parameters on the meta device, and wrapping twice are not supported.
+      Neither are gradients that are not contiguous, which transposed weights have, in modules 1 and 3.
     """
 
     module: nn.Module
