@@ -237,7 +237,7 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     - "behind": the culprits are the members without the call.
 
     "circular", "stuck", "not_started" and "behind" hold only if the dumps were written late enough: return the finding
-    of `check_times` instead, if there is one.
+    of `check_times` instead, if there is one. "ended" holds only if `check_runs` finds nothing.
 
     The text contains the culprits and, with a place, its number, its group's description (or its name without one), and
     op and line of each different call; for "circular", those of all places of the circle. It also contains the line of
@@ -285,7 +285,7 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     culprits = ended or absent
     last = [call.line for rank in culprits if (call := find_last(by_rank[rank]))]
     if ended:
-        return conclude("ended", culprits, place, made.values(), last)
+        return check_runs(traces, place) or conclude("ended", culprits, place, made.values(), last)
     own_waits = {rank: waits[rank] for rank in culprits if rank in waits}
     return check_times(traces, place) or conclude("behind", culprits, place, made.values(), last, own_waits)
     ### END SOLUTION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as markup
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ VERBS = {
     "dead": "left no trace: the process died, or its trace is not among these files",
     "stuck": "did not complete a call that all members of the group launched",
     "not_started": "launched a call that did not start on the GPU, while it waits on other ranks' GPUs",
-    "stale": "wrote the dump before other ranks launched a later call of the group",
+    "stale": "wrote the dump before other ranks launched a later call",
     "unexplained": "did not complete a call or a message, and no record says why",
     "unseen": "recorded no call",
     "circular": "wait for each other in a circle and hold up calls",
@@ -36,7 +37,8 @@ NEXT = {  # what to look at next
     "different_op": "Look for a branch before these lines that depends on the rank or on its data.",
     "different_size": "Print the shape before this line on every rank: an uneven last batch, padding, another model.",
     "different_dtype": "Print the dtype before this line on every rank: autocast, a loaded checkpoint.",
-    "dead": "Read the end of these ranks' logs, and the kernel's log: out of memory, a signal, a lost node.",
+    "dead": "Read the end of these ranks' logs, and the kernel's log: out of memory, a signal, a lost node. If a log "
+    "says that a peer closed the connection, its rank is a victim: look for a rank that ended or died earlier.",
     "stuck": "The calls agree in all that a recorder shows. It does not show the root, the reduce operation, split "
     "sizes, the network and the GPU: compare the arguments at this line on all ranks, then test network and GPUs.",
     "not_started": "Look at what these GPUs do before this line: another kernel, a copy, or a stream that waits.",
@@ -165,11 +167,12 @@ def find_last(trace: Trace) -> Call | None:
 def check_runs(traces: Sequence[Trace], place: Divergence) -> Finding | None:
     """Return the finding "stale" if a dump was written before another rank made the first call of its record.
 
-    Such a file may be of another run, so it is no proof that its calls differ. Ranks that have ended, and times that
-    are unknown (0), prove nothing.
+    Such a file may be of another run, so it is no proof of anything. If its rank has ended, the other record must be
+    whole: a rank may end long before the oldest call that others remember. Times that are unknown (0) prove nothing.
     """
-    latest = max((trace.calls[0].time for trace in traces if trace.calls), default=0.0) - PATIENCE_S
-    old = sorted(trace.rank for trace in traces if 0 < trace.time < latest and not trace.has_ended)
+    begins = [(trace.calls[0].time - PATIENCE_S, trace.num_lost) for trace in traces if trace.calls]
+    whole, latest = (max((time for time, lost in begins if lost <= most), default=0.0) for most in (0, math.inf))
+    old = sorted(trace.rank for trace in traces if 0 < trace.time < (whole if trace.has_ended else latest))
     return conclude("stale", old, place, filter(None, place.calls.values())) if old else None
 
 
@@ -177,22 +180,28 @@ def check_times(traces: Sequence[Trace], place: Divergence) -> Finding | None:
     """Return the finding "stale" or "running" if the dumps are too early to prove that somebody waits at `place`.
 
     "stale": a member wrote its dump before another one launched a later call of the group, so the files are not of one
-    time. "running": the call had waited for less than PATIENCE_S when a member that has not completed it wrote its
-    dump. It waits from its first launch if a member has not launched it, and from its last launch otherwise. A rank
-    that has ended comes no more. Times that are unknown (0) prove nothing.
+    time. If nobody waits at the place any more, a later call of any group shows this. "running": the call had waited
+    for less than PATIENCE_S when a member that has not completed it wrote its dump. It waits from its first launch if a
+    member has not launched it, and from its last launch otherwise. A rank that has ended comes no more. Times that are
+    unknown (0) prove nothing. Dumps of two runs (`check_runs`) come first.
     """
+    if old := check_runs(traces, place):
+        return old
     row, latest, lack = {}, 0.0, False
+    is_waiting = any(call and not call.is_complete for call in place.calls.values())
     members = next(call.ranks for call in place.calls.values() if call)
     for trace in traces:
         calls = [call for call in trace.calls if call.group == place.group]
-        latest = max(latest, *(call.time for call in calls), 0)
+        later = calls if is_waiting or trace.rank not in members else trace.calls
+        latest = max(latest, *(call.time for call in later), 0)
         row |= {call.time: call for call in calls if call.number == place.number}
         lack |= trace.rank in members and all(call.number != place.number for call in calls)
-    dumps = {trace.rank: trace.time for trace in traces if trace.rank in place.calls and not trace.has_ended}
+    dumps = {trace.rank: trace.time for trace in traces if trace.rank in members and not trace.has_ended}
     if stale := sorted(rank for rank, dump in dumps.items() if 0 < dump < latest - PATIENCE_S):
         return conclude("stale", stale, place, row.values())
     since = min(row) if lack else max(row)
-    wait_s = min((dump - since for dump in dumps.values() if dump and since), default=PATIENCE_S)
+    waited = (dump - since for rank, dump in dumps.items() if rank in place.calls and dump and since)
+    wait_s = min(waited, default=PATIENCE_S)
     if wait_s >= PATIENCE_S:
         return None
     call = next(iter(row.values()))

@@ -31,13 +31,8 @@ TIMEOUT = "2.11-nccl-timeout.torch"
 
 def make_entry(number, op="nccl:all_reduce", **changes):
     """Return an entry of torch's recorder."""
-    entry = {
-        "record_id": number - 1,
-        "process_group": ("0", "default_pg"),
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-    }
-    entry |= {"is_p2p": False, "profiling_name": op, "input_sizes": [[4]], "input_dtypes": ["Float"]}
+    entry = {"record_id": number - 1, "process_group": ("0", "default_pg"), "collective_seq_id": number}
+    entry |= {"p2p_seq_id": 0, "is_p2p": False, "profiling_name": op, "input_sizes": [[4]], "input_dtypes": ["Float"]}
     entry |= {"output_sizes": [[4]], "output_dtypes": ["Float"], "state": "completed", "retired": True}
     entry |= {"op_id": number, "pg_id": 0, "time_created_ns": number}
     return entry | {"frames": [{"name": "step", "filename": "/home/me/train.py", "line": 10 + number}]} | changes
@@ -460,26 +455,45 @@ def test_absence_in_a_dump_is_no_guilt(tmp_path):
     assert first.startswith("Ranks 0, 1 are not there yet") and advice.startswith("This alone is no mistake")
 
 
+def load_dump(tmp_path, rank, times_s, time_s, **changes):
+    """Return what dump_trace writes at a time, after calls at these times. Ranks 0 and 2 of three wait in the last."""
+    entries = [make_entry(number, time_created_ns=int((1.8e9 + at) * 1e9)) for number, at in enumerate(times_s, 1)]
+    entries[-1] |= {} if rank == 1 else {"state": "scheduled", "retired": False}
+    record = {"rank": rank, "world_size": 3, "groups": {"0": [0, 1, 2]}, "entries": entries}
+    record |= {"time_ns": int((1.8e9 + time_s) * 1e9)} | changes
+    (tmp_path / f"dump_{rank}.json").write_text(json.dumps(record))
+    return records.load_trace(tmp_path / f"dump_{rank}.json")
+
+
 @pytest.mark.parametrize(
     ("waited_s", "apart_s", "kind", "ranks"),
     [(0.004, 0, "running", []), (30, 0, "behind", [1]), (30, 2000, "stale", [1])],
 )
 def test_times_of_dumps(waited_s, apart_s, kind, ranks, tmp_path):
     """Rank 1's dump lacks a call. It proves something only if the others had waited when it was written."""
-    start = 1_800_000_000_000_000_000
-    traces = []
-    for rank in range(3):
-        entries = [make_entry(1, time_created_ns=start)]
-        if rank != 1:
-            entries.append(make_entry(2, state="scheduled", retired=False, time_created_ns=start + int(apart_s * 1e9)))
-        record = {"rank": rank, "world_size": 3, "groups": {"0": [0, 1, 2]}, "entries": entries}
-        record["time_ns"] = start + int((waited_s + apart_s * (rank != 1)) * 1e9)
-        path = tmp_path / f"dump_{rank}.json"
-        path.write_text(json.dumps(record))
-        traces.append(records.load_trace(path))
-    finding = post_mortem.diagnose(traces)
+    traces = [load_dump(tmp_path, rank, [0, apart_s], waited_s + apart_s) for rank in (0, 2)]
+    finding = post_mortem.diagnose([*traces, load_dump(tmp_path, 1, [0], waited_s)])
     assert (finding.kind, finding.ranks) == (kind, ranks)
     assert "4 ms" in finding.text or kind != "running"
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_dump_of_an_earlier_run_convicts_nobody(has_ended, tmp_path):
+    """Its rank made 2, 3 or 5 calls, and others wait in the third. A rank that ended in this run is the culprit."""
+    traces = [load_dump(tmp_path, rank, [1, 2, 3], 60) for rank in (0, 2)]
+    for num_calls in (2, 3, 5):
+        old = load_dump(tmp_path, 1, [-500] * num_calls, -400, has_ended=has_ended)
+        finding = post_mortem.diagnose([*traces, old])
+        assert (finding.kind, finding.ranks) == ("stale", [1])
+    late = make_entry(3, time_created_ns=1_800_000_050 * 10**9, state="scheduled", retired=False)
+    traces = [load_dump(tmp_path, rank, [1], 60, num_lost=2, entries=[late]) for rank in (0, 2)]
+    assert post_mortem.diagnose([*traces, load_dump(tmp_path, 1, [1, 2], 2.5, has_ended=True)]).kind == "ended"
+    # Rank 1 came to call 3 after its dump: the others have completed it, and have launched a call of another group.
+    pair = late | {"process_group": ("1", "pair"), "collective_seq_id": 1, "retired": True}
+    own = {"entries": [make_entry(3), pair], "num_lost": 2, "groups": {"0": [0, 1, 2], "1": [0, 2]}}
+    traces = [load_dump(tmp_path, rank, [1], 60, **own) for rank in (0, 2)]
+    finding = post_mortem.diagnose([*traces, load_dump(tmp_path, 1, [1, 2], 9)])
+    assert (finding.kind, finding.ranks) == ("stale", [1])
 
 
 def test_a_folder_without_dumps_says_that_the_job_crashed(tmp_path, capsys):
