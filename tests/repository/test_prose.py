@@ -26,7 +26,7 @@ FOREIGN = """
 ALLGATHER_COALESCED ALLREDUCE DataParallelNaive LD_PRELOAD Participant_98765_assignsubmission_file SID
 ada_naive_ddp average_in_collective bf16_compress_hook broadcast_buffers caching forward_sync_buffers fr_trace nccl2
 node1 overlap_grad_reduce overlap_param_gather profiler runLoop toctree --durations --gpus --ipc --native --scope
---shm-size error_file DataParallel GatheredParameters TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC deepspeed
+--shm-size error_file DataParallel GatheredParameters TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC deepspeed spawn
 """
 FOREIGN_CLASSES = ("F", "ReduceOp")
 
