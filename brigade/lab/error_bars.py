@@ -35,7 +35,7 @@ LARGE, SMALL = "collectives of 256 MiB or more", "smaller collectives"
 # What `make validate-plan` prints, in the order of docs/plan.md.
 ERROR_BARS = {
     "calibrated, communication below 10%, 1 to 4 nodes": ErrorBar(30, 0.017, 0.052, 11),
-    "calibrated, communication below 10%, 5 to 16 nodes": ErrorBar(50, 0.017, 0.047, 27),
+    "calibrated, communication below 10%, 5 to 16 nodes": ErrorBar(51, 0.017, 0.047, 28),
     "calibrated, communication below 10%, 17 to 64 nodes": ErrorBar(26, 0.021, 0.076, 20),
     "calibrated, communication below 10%, more than 64 nodes": ErrorBar(13, 0.022, 0.135, 10),
     "calibrated, communication 10% to 20%, 1 to 16 nodes": ErrorBar(46, 0.024, 0.088, 14),
@@ -43,14 +43,14 @@ ERROR_BARS = {
     "calibrated, communication 20% or more, 1 to 16 nodes": ErrorBar(7, 0.056, 0.331, 6),
     "calibrated, communication 20% or more, 17 nodes or more": ErrorBar(13, 0.257, 0.573, 13),
     OTHER: ErrorBar(32, 0.056, 0.217, 10),
-    SEQUENCE: ErrorBar(117, 0.039, 0.174, 74),
-    PAIR: ErrorBar(94, 0.027, 0.166, 45),
-    "guessed, 1 to 4 nodes": ErrorBar(249, 0.126, 0.267, 134),
-    "guessed, 5 to 16 nodes": ErrorBar(105, 0.171, 0.296, 47),
+    SEQUENCE: ErrorBar(121, 0.041, 0.172, 74),
+    PAIR: ErrorBar(96, 0.027, 0.166, 46),
+    "guessed, 1 to 4 nodes": ErrorBar(256, 0.126, 0.266, 134),
+    "guessed, 5 to 16 nodes": ErrorBar(106, 0.169, 0.296, 47),
     "guessed, 17 to 64 nodes": ErrorBar(66, 0.135, 0.368, 44),
     "guessed, more than 64 nodes": ErrorBar(39, 0.243, 0.446, 33),
-    LARGE: ErrorBar(42, 0.030, 0.155, 22),
-    SMALL: ErrorBar(31, 0.272, 0.647, 27),
+    LARGE: ErrorBar(61, 0.034, 0.128, 37),
+    SMALL: ErrorBar(88, 0.264, 0.642, 84),
 }
 
 

@@ -109,7 +109,8 @@ class Row:
     def network(self) -> Network:
         """The network between these GPUs."""
         allowed = dict(one.split("=") for one in self.settings.split() if one != "-")
-        algorithms = tuple(name.lower() for name in allowed.get("NCCL_ALGO", "").split(",") if name) or ALGORITHMS
+        named = allowed.get("NCCL_ALGO", "").lower().split(",")
+        algorithms = tuple(name for name in ALGORITHMS if name.lower() in named) or ALGORITHMS
         protocols = tuple(allowed.get("NCCL_PROTO", ",".join(PROTOCOLS)).split(","))
         card_gbps = self.card_gbit / 8 or None
         return Network(self.gpu.fabric, self.node_size, card_gbps, self.cards, self.latency_us, algorithms, protocols)
