@@ -86,7 +86,7 @@ lock: setup
 figures: setup
 	$(BIN)/python -m tools.figures $(MODULE)
 	$(if $(MODULE),,$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png)
-	$(if $(MODULE),,$(BIN)/python lessons/capstone/train.py --target solutions --png lessons/capstone/losses.png)
+	$(if $(MODULE),,$(BIN)/python lessons/capstone/train.py --target solutions --png lessons/capstone/pictures/losses.png)
 
 notebooks: setup
 	$(BIN)/python -m tools.notebook_files $(MODULE)

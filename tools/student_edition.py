@@ -37,7 +37,7 @@ INCLUDED += (".dockerignore", ".devcontainer/*", ".github/workflows/site.yml")
 DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
 INCLUDED += (
-    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "nccl.md", "hints.md", "*.py", "*.png", "*.svg")),
+    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "nccl.md", "hints.md", "*.py")),
     *("lessons/*/measure/*.py", "lessons/*/pictures/*"),
     "site/**/*",
 )

@@ -100,16 +100,13 @@ class GradBuffer:
     @torch.no_grad()  # with create_graph=True, the buffer would keep the graph of every step
     def accumulate_into_buffer(self, i: int) -> None:
         """Make `views[i]` contain the gradient of parameter i. None counts as zeros. A second call changes nothing."""
+        if self.has_main_grad:
+            accumulate_main_grad(self, i)
+            return
         parameter, view = self.params[i], self.views[i]
-        if not self.has_main_grad:
-            # The gradient *is* the view. If parameter.grad is a different tensor or None, overwrite the view and attach
-            # it.
-            # TODO: part (c)
-            raise NotImplementedError("module 5, part (c)")
-        else:
-            # The gradient *accumulates* in main_grad, starting from zero in each step. Move parameter.grad there.
-            # TODO: part (h)
-            raise NotImplementedError("module 5, part (h)")
+        # The gradient *is* the view. If parameter.grad is a different tensor or None, overwrite the view and attach it.
+        # TODO: part (c)
+        raise NotImplementedError("module 5, part (c)")
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
         """Make main_grad start from zero in the next step.
@@ -118,8 +115,7 @@ class GradBuffer:
         `parameter.grad` stays None.
         """
         if self.has_main_grad:
-            # TODO: part (i)
-            raise NotImplementedError("module 5, part (i)")
+            finish_main_grads(self, set_grads)
 
 
 class Bucket:
@@ -214,3 +210,19 @@ class BufferedDDP(GradSyncMixin, Wrapper):
         self.require_same_gradients()
         # TODO: part (g)
         raise NotImplementedError("module 5, part (g)")
+
+
+# ---- a buffer whose grad_dtype is wider than the dtype of its parameters
+
+
+def accumulate_main_grad(buffer: GradBuffer, i: int) -> None:
+    """Move the gradient of parameter i to its main_grad, where a step's gradients add up, starting from zero."""
+    parameter, view = buffer.params[i], buffer.views[i]
+    # TODO: part (h)
+    raise NotImplementedError("module 5, part (h)")
+
+
+def finish_main_grads(buffer: GradBuffer, set_grads: bool) -> None:
+    """Make every main_grad start from zero in the next step. With `set_grads`, set `parameter.grad`."""
+    # TODO: part (i)
+    raise NotImplementedError("module 5, part (i)")

@@ -62,8 +62,8 @@ class BucketGroup:
         """
         # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle. The first
         # argument is the output, this rank's shard, and the second is the input, the whole bucket.
-        # TODO: part (c)
-        raise NotImplementedError("module 6, part (c)")
+        # TODO: part (b)
+        raise NotImplementedError("module 6, part (b)")
 
     def finish_grad_sync(self) -> None:
         """Wait until this rank's shard of each bucket contains averages. The rest of the bucket is undefined."""
@@ -72,8 +72,8 @@ class BucketGroup:
     def start_all_gather(self, data: torch.Tensor) -> Handle:
         """Start the all-gather of the group's buckets in `data`, a flat tensor, with one launch."""
         # Do the same with `all_gather`. Its input is this rank's shard, and its output is the whole bucket.
-        # TODO: part (d)
-        raise NotImplementedError("module 6, part (d)")
+        # TODO: part (c)
+        raise NotImplementedError("module 6, part (c)")
 
     def mark_reduced(self, is_reduced: bool) -> None:
         """Set `is_reduced`. While it is True, torch's `clip_grad_norm_` refuses the gradients of the group."""
@@ -114,8 +114,8 @@ def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]
     # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
     group = process_group or dist.group.WORLD
     captured = c10d._world.pg_coalesce_state
-    # TODO: part (b)
-    raise NotImplementedError("module 6, part (b)")
+    # TODO: part (d)
+    raise NotImplementedError("module 6, part (d)")
 
 
 class CoalescedDDP(BufferedDDP):
@@ -171,21 +171,6 @@ class CoalescedDDP(BufferedDDP):
         group.finish_grad_sync()
         self.gathers.append(group.start_all_gather(group.buffer.grad_data))
 
-    def mark_ready(self, index: int, i: int) -> None:
-        """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
-        self.require_unreduced(self.groups[index])
-        super().mark_ready(index, i)
-        if self.gather_grads:
-            # By now, all complete groups have been launched. The gradient that makes half of the next group ready also
-            # launches the previous group's all-gather, if that group's reduce-scatter was launched in an earlier hook.
-            # TODO: part (g)
-            raise NotImplementedError("module 6, part (g)")
-
-    def require_unreduced(self, *groups: BucketGroup) -> None:
-        """Raise RuntimeError if a backward or a finish would change averages that no step has used yet."""
-        if any(group.is_reduced for group in groups):
-            raise RuntimeError("the gradients of this step are already averages: call step or zero_grad first")
-
     def finish_grad_sync(self) -> None:
         """Launch the remaining groups and wait for all groups. With `gather_grads`, all-gather the averages.
 
@@ -206,6 +191,21 @@ class CoalescedDDP(BufferedDDP):
         for group in self.groups:
             group.mark_reduced(False)
         super().zero_grad(set_to_none)
+
+    def mark_ready(self, index: int, i: int) -> None:
+        """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
+        self.require_unreduced(self.groups[index])
+        super().mark_ready(index, i)
+        if self.gather_grads:
+            # By now, all complete groups have been launched. The gradient that makes half of the next group ready also
+            # launches the previous group's all-gather, if that group's reduce-scatter was launched in an earlier hook.
+            # TODO: part (g)
+            raise NotImplementedError("module 6, part (g)")
+
+    def require_unreduced(self, *groups: BucketGroup) -> None:
+        """Raise RuntimeError if a backward or a finish would change averages that no step has used yet."""
+        if any(group.is_reduced for group in groups):
+            raise RuntimeError("the gradients of this step are already averages: call step or zero_grad first")
 
     def start_param_sync(self) -> None:
         """Start the all-gather of the parameters of all groups."""

@@ -65,8 +65,8 @@ class PrefetchedDDP(CachedDDP):
         """Run the module, after a wait for the weights that no hook waits for."""
         # No hook runs for a module that is never called, such as a ParameterList or a layer whose weight another module
         # reads. Wait here for the groups of every module that has not been called yet.
-        # TODO: part (e)
-        raise NotImplementedError("module 9, part (e)")
+        # TODO: part (d)
+        raise NotImplementedError("module 9, part (d)")
         return super().forward(*args, **kwargs)
 
     def finish_param_sync(self) -> None:
@@ -101,8 +101,8 @@ class PrefetchedZeroOptimizer(ZeroOptimizer):
 
     def share_weights(self) -> None:
         """Launch the all-gathers of the weights without waiting for them."""
-        # TODO: part (d)
-        raise NotImplementedError("module 9, part (d)")
+        # TODO: part (e)
+        raise NotImplementedError("module 9, part (e)")
 
     def prepare_grads(self) -> list[Tensor]:
         """Attach gradients and weights to the shards. Return the gradients as views of the buffers."""

@@ -146,8 +146,8 @@ class GradShardedDDP(CachedDDP):
         if self.queue.next_to_launch > 0:  # finish_grad_sync resets it
             raise RuntimeError("zero_grad while buckets are launched and not finished: call finish_grad_sync first")
         super().zero_grad()
-        # TODO: part (h)
-        raise NotImplementedError("module 10, part (h)")
+        # TODO: part (g)
+        raise NotImplementedError("module 10, part (g)")
 
 
 class Zero2Optimizer(ZeroOptimizer):
@@ -171,8 +171,8 @@ class Zero2Optimizer(ZeroOptimizer):
         """
         buffer, i = self.positions[part.param]
         # `part.buffer_slice` is a range in the whole buffer. Convert it to a range in this rank's shard of the bucket.
-        # TODO: part (g)
-        raise NotImplementedError("module 10, part (g)")
+        # TODO: part (h)
+        raise NotImplementedError("module 10, part (h)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradient shards, and what `no_sync` has accumulated, as the wrapper does."""

@@ -124,24 +124,15 @@ class GradBuffer:
     @torch.no_grad()  # with create_graph=True, the buffer would keep the graph of every step
     def accumulate_into_buffer(self, i: int) -> None:
         """Make `views[i]` contain the gradient of parameter i. None counts as zeros. A second call changes nothing."""
+        if self.has_main_grad:
+            accumulate_main_grad(self, i)
+            return
         parameter, view = self.params[i], self.views[i]
-        if not self.has_main_grad:
-            # The gradient *is* the view. If parameter.grad is a different tensor or None, overwrite the view and attach
-            # it.
-            ### BEGIN SOLUTION part (c)
-            if parameter.grad is not view:
-                parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-            ### END SOLUTION
-        else:
-            # The gradient *accumulates* in main_grad, starting from zero in each step. Move parameter.grad there.
-            ### BEGIN SOLUTION part (h)
-            if not self.has_accumulated[i]:
-                view.zero_()
-                self.has_accumulated[i] = True
-            if parameter.grad is not None:
-                view.add_(parameter.grad)
-                parameter.grad = None
-            ### END SOLUTION
+        # The gradient *is* the view. If parameter.grad is a different tensor or None, overwrite the view and attach it.
+        ### BEGIN SOLUTION part (c)
+        if parameter.grad is not view:
+            parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+        ### END SOLUTION
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
         """Make main_grad start from zero in the next step.
@@ -150,12 +141,7 @@ class GradBuffer:
         `parameter.grad` stays None.
         """
         if self.has_main_grad:
-            ### BEGIN SOLUTION part (i)
-            self.has_accumulated = [False] * len(self.params)
-            if set_grads:
-                for parameter in self.params:
-                    parameter.grad = parameter.main_grad.to(parameter.dtype)
-            ### END SOLUTION
+            finish_main_grads(self, set_grads)
 
 
 class Bucket:
@@ -268,3 +254,29 @@ class BufferedDDP(GradSyncMixin, Wrapper):
         for buffer in self.grad_buffers:
             buffer.finish_accumulation()
         ### END SOLUTION
+
+
+# ---- a buffer whose grad_dtype is wider than the dtype of its parameters
+
+
+def accumulate_main_grad(buffer: GradBuffer, i: int) -> None:
+    """Move the gradient of parameter i to its main_grad, where a step's gradients add up, starting from zero."""
+    parameter, view = buffer.params[i], buffer.views[i]
+    ### BEGIN SOLUTION part (h)
+    if not buffer.has_accumulated[i]:
+        view.zero_()
+        buffer.has_accumulated[i] = True
+    if parameter.grad is not None:
+        view.add_(parameter.grad)
+        parameter.grad = None
+    ### END SOLUTION
+
+
+def finish_main_grads(buffer: GradBuffer, set_grads: bool) -> None:
+    """Make every main_grad start from zero in the next step. With `set_grads`, set `parameter.grad`."""
+    ### BEGIN SOLUTION part (i)
+    buffer.has_accumulated = [False] * len(buffer.params)
+    if set_grads:
+        for parameter in buffer.params:
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
+    ### END SOLUTION

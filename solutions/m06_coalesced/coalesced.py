@@ -65,7 +65,7 @@ class BucketGroup:
         """
         # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle. The first
         # argument is the output, this rank's shard, and the second is the input, the whole bucket.
-        ### BEGIN SOLUTION part (c)
+        ### BEGIN SOLUTION part (b)
         with coalesce(self.process_group) as self.grad_handle:
             for own, bucket in self.shards(self.buffer.grad_data):
                 reduce_scatter(own, bucket, dist.ReduceOp.AVG, self.process_group)
@@ -78,7 +78,7 @@ class BucketGroup:
     def start_all_gather(self, data: torch.Tensor) -> Handle:
         """Start the all-gather of the group's buckets in `data`, a flat tensor, with one launch."""
         # Do the same with `all_gather`. Its input is this rank's shard, and its output is the whole bucket.
-        ### BEGIN SOLUTION part (d)
+        ### BEGIN SOLUTION part (c)
         with coalesce(self.process_group) as handle:
             for own, bucket in self.shards(data):
                 all_gather(bucket, own, self.process_group)
@@ -124,7 +124,7 @@ def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]
     # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
     group = process_group or dist.group.WORLD
     captured = c10d._world.pg_coalesce_state
-    ### BEGIN SOLUTION part (b)
+    ### BEGIN SOLUTION part (d)
     if group in captured:
         raise RuntimeError("coalesce: blocks of one group cannot be nested")
     try:
@@ -203,25 +203,6 @@ class CoalescedDDP(BufferedDDP):
         group.finish_grad_sync()
         self.gathers.append(group.start_all_gather(group.buffer.grad_data))
 
-    def mark_ready(self, index: int, i: int) -> None:
-        """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
-        self.require_unreduced(self.groups[index])
-        super().mark_ready(index, i)
-        if self.gather_grads:
-            # By now, all complete groups have been launched. The gradient that makes half of the next group ready also
-            # launches the previous group's all-gather, if that group's reduce-scatter was launched in an earlier hook.
-            ### BEGIN SOLUTION part (g)
-            is_next = index == self.queue.next_to_launch  # then this hook has launched nothing
-            is_half = self.queue.num_pending[index] == len(self.groups[index].param_indices) // 2
-            if is_next and is_half and len(self.gathers) < index:
-                self.launch_next_all_gather()
-            ### END SOLUTION
-
-    def require_unreduced(self, *groups: BucketGroup) -> None:
-        """Raise RuntimeError if a backward or a finish would change averages that no step has used yet."""
-        if any(group.is_reduced for group in groups):
-            raise RuntimeError("the gradients of this step are already averages: call step or zero_grad first")
-
     def finish_grad_sync(self) -> None:
         """Launch the remaining groups and wait for all groups. With `gather_grads`, all-gather the averages.
 
@@ -253,6 +234,25 @@ class CoalescedDDP(BufferedDDP):
         for group in self.groups:
             group.mark_reduced(False)
         super().zero_grad(set_to_none)
+
+    def mark_ready(self, index: int, i: int) -> None:
+        """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
+        self.require_unreduced(self.groups[index])
+        super().mark_ready(index, i)
+        if self.gather_grads:
+            # By now, all complete groups have been launched. The gradient that makes half of the next group ready also
+            # launches the previous group's all-gather, if that group's reduce-scatter was launched in an earlier hook.
+            ### BEGIN SOLUTION part (g)
+            is_next = index == self.queue.next_to_launch  # then this hook has launched nothing
+            is_half = self.queue.num_pending[index] == len(self.groups[index].param_indices) // 2
+            if is_next and is_half and len(self.gathers) < index:
+                self.launch_next_all_gather()
+            ### END SOLUTION
+
+    def require_unreduced(self, *groups: BucketGroup) -> None:
+        """Raise RuntimeError if a backward or a finish would change averages that no step has used yet."""
+        if any(group.is_reduced for group in groups):
+            raise RuntimeError("the gradients of this step are already averages: call step or zero_grad first")
 
     def start_param_sync(self) -> None:
         """Start the all-gather of the parameters of all groups."""

@@ -43,24 +43,12 @@ class OuterOptimizer(UnscaledOptimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64.
 
-        If the norm is NaN, all gradients become NaN. `torch.nn.utils.clip_grad_norm_` is wrong here: it would read all
-        of `p.grad`, but only this rank's part has averages. After the finish of a wrapper, it raises RuntimeError, or
-        clips nothing if a wider `grad_dtype` leaves `p.grad` None.
+        `torch.nn.utils.clip_grad_norm_` is wrong here: it would read all of `p.grad`, but only this rank's part has
+        averages. After the finish of a wrapper, it raises RuntimeError, or clips nothing if a wider `grad_dtype` leaves
+        `p.grad` None.
         """
-        grads = self.prepare_grads()
         device = next((p.device for group in self.param_groups for p in group["params"]), None)
-        # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
-        ### BEGIN SOLUTION part (e)
-        squares = torch.zeros((), dtype=torch.float64, device=device)
-        for grad in grads:
-            squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        dist.all_reduce(squares, group=self.process_group)
-        norm = squares.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor)
-        return norm
-        ### END SOLUTION
+        return clip_parts(self.prepare_grads(), max_norm, device, self.process_group)
 
     # ---- how the inner optimizer is made
 
@@ -170,3 +158,25 @@ class ShardedOptimizer(OuterOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("ShardedOptimizer has no checkpoints: each rank has its part of the state in .optim")
+
+
+def clip_parts(
+    grads: list[Tensor], max_norm: float, device: torch.device | None, process_group: ProcessGroup
+) -> Tensor:
+    """Scale gradients, of which each rank has a part, to a norm of at most `max_norm`. Return the old norm in fp64.
+
+    `grads` are this rank's averages, and may be empty. The norm, on `device`, is that of the gradients of all ranks. If
+    it is NaN, all gradients become NaN.
+    """
+    # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
+    ### BEGIN SOLUTION part (e)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    dist.all_reduce(squares, group=process_group)
+    norm = squares.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor)
+    return norm
+    ### END SOLUTION

@@ -80,7 +80,7 @@ class PrefetchedDDP(CachedDDP):
         """Run the module, after a wait for the weights that no hook waits for."""
         # No hook runs for a module that is never called, such as a ParameterList or a layer whose weight another module
         # reads. Wait here for the groups of every module that has not been called yet.
-        ### BEGIN SOLUTION part (e)
+        ### BEGIN SOLUTION part (d)
         for owner, groups in self.groups_of.items():
             if owner not in self.called:
                 self.wait_for(groups)
@@ -119,7 +119,7 @@ class PrefetchedZeroOptimizer(ZeroOptimizer):
 
     def share_weights(self) -> None:
         """Launch the all-gathers of the weights without waiting for them."""
-        ### BEGIN SOLUTION part (d)
+        ### BEGIN SOLUTION part (e)
         self.start_sharing()
         ### END SOLUTION
 

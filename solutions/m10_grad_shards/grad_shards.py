@@ -169,7 +169,7 @@ class GradShardedDDP(CachedDDP):
         if self.queue.next_to_launch > 0:  # finish_grad_sync resets it
             raise RuntimeError("zero_grad while buckets are launched and not finished: call finish_grad_sync first")
         super().zero_grad()
-        ### BEGIN SOLUTION part (h)
+        ### BEGIN SOLUTION part (g)
         for buffer in self.grad_buffers:
             buffer.grad_data.zero_()
             buffer.whole.clear()
@@ -197,7 +197,7 @@ class Zero2Optimizer(ZeroOptimizer):
         """
         buffer, i = self.positions[part.param]
         # `part.buffer_slice` is a range in the whole buffer. Convert it to a range in this rank's shard of the bucket.
-        ### BEGIN SOLUTION part (g)
+        ### BEGIN SOLUTION part (h)
         bucket = buffer.layout.bucket_of[i]
         shard = buffer.get_shard(bucket)
         shard_start = buffer.layout.bucket_ranges[bucket][0] + buffer.rank * len(shard)

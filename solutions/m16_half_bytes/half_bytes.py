@@ -21,6 +21,31 @@ from ..m06_coalesced.coalesced import Handle, all_gather, coalesce
 from ..m07_cached_shards.cached_shards import CachedBucketGroup, CachedDDP
 
 
+def start_reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    process_group: dist.ProcessGroup | None = None,
+    wire_dtype: torch.dtype = torch.bfloat16,
+) -> Reduction | Copy:
+    """Start averaging `input` over the group, with one all-to-all in `wire_dtype`, and return its handle at once.
+
+    `input`, (numel,), and `output`, (numel / N,), are contiguous and float32, and N divides numel. `handle.wait()`
+    writes rank r's part r of the average to `output`, which may be a view of that part of `input`. Until then `output`
+    keeps its values, and `input` always does, except where `output` is a part of it. `wire_dtype` has 16 bits. Several
+    reductions may be in flight, awaited in any order, so each needs scratch memory of its own.
+    """
+    # With one rank, or if numel is 0, return a Copy. Otherwise, use dist.all_to_all_single(received, sent, group=...,
+    # async_op=True).
+    ### BEGIN SOLUTION part (a)
+    if dist.get_world_size(process_group) == 1 or input.numel() == 0:
+        return Copy(output, input)
+    sent = input.to(wire_dtype)
+    received = torch.empty_like(sent)
+    exchange = dist.all_to_all_single(received, sent, group=process_group, async_op=True)
+    return Reduction(output, sent, received, exchange)
+    ### END SOLUTION
+
+
 class Work(Protocol):
     """The handle that torch returns for a collective with `async_op=True`."""
 
@@ -69,31 +94,6 @@ class Copy:
         if self.values is not None:
             self.output.copy_(self.values)
         self.values = None
-
-
-def start_reduce_scatter(
-    output: Tensor,
-    input: Tensor,
-    process_group: dist.ProcessGroup | None = None,
-    wire_dtype: torch.dtype = torch.bfloat16,
-) -> Reduction | Copy:
-    """Start averaging `input` over the group, with one all-to-all in `wire_dtype`, and return its handle at once.
-
-    `input`, (numel,), and `output`, (numel / N,), are contiguous and float32, and N divides numel. `handle.wait()`
-    writes rank r's part r of the average to `output`, which may be a view of that part of `input`. Until then `output`
-    keeps its values, and `input` always does, except where `output` is a part of it. `wire_dtype` has 16 bits. Several
-    reductions may be in flight, awaited in any order, so each needs scratch memory of its own.
-    """
-    # With one rank, or if numel is 0, return a Copy. Otherwise, use dist.all_to_all_single(received, sent, group=...,
-    # async_op=True).
-    ### BEGIN SOLUTION part (a)
-    if dist.get_world_size(process_group) == 1 or input.numel() == 0:
-        return Copy(output, input)
-    sent = input.to(wire_dtype)
-    received = torch.empty_like(sent)
-    exchange = dist.all_to_all_single(received, sent, group=process_group, async_op=True)
-    return Reduction(output, sent, received, exchange)
-    ### END SOLUTION
 
 
 class Gather:

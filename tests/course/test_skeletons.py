@@ -15,6 +15,7 @@ from brigade.course.table.modules import MODULES, ROOT, get_module, select_modul
 from brigade.ranks.errors import UserError
 
 FIRST = get_module(1)
+DOCSTRING = re.compile(r'""".*?"""', re.DOTALL)
 PARTS = re.compile(r"### BEGIN SOLUTION (part \(\w\))\n(.*?)### END SOLUTION", re.DOTALL)
 
 every_module = pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
@@ -55,12 +56,26 @@ def test_a_skeleton_has_the_public_names_and_gives_nothing_away(entry):
 def test_a_skeleton_says_which_part_is_missing(entry):
     texts = skeletons.make_skeletons(entry)
     solutions = "".join((ROOT / "solutions" / path).read_text() for path in texts)
-    parts = [part for part, _ in PARTS.findall(solutions)]  # letters give the order of writing
+    parts = [part for part, _ in PARTS.findall(solutions)]
     text = "".join(texts.values())
     raised = re.findall(r'raise NotImplementedError\("(.*)"\)', text)
     assert raised == [f"module {entry.number}, {part}" for part in parts]
     assert re.findall(r"# TODO: (.*)", text) == parts
     assert sorted(parts) == [f"part ({letter})" for letter in string.ascii_lowercase[: len(parts)]]
+
+
+@every_module
+def test_a_solution_begins_with_its_idea_and_has_fewer_given_lines_than_own_ones(entry):
+    for path in entry.paths:
+        text = (ROOT / "solutions" / path).read_text()
+        if not (parts := PARTS.findall(text)):
+            continue  # a given file
+        assert parts == sorted(parts, key=lambda part: part[0]), f"the letters of {path} do not follow the file"
+        assert entry.number not in range(1, 12) or text.partition(parts[0][1])[0].count("\n") < 45, path
+        docs = DOCSTRING.findall(text)
+        codes = PARTS.sub("", DOCSTRING.sub("", text)), "".join(code for _, code in parts)
+        given, own = (len(re.findall(r"^ *[^#\s]", code, re.MULTILINE)) for code in codes)
+        assert entry.number in (5, 8, 11) or given <= own + "".join(docs).count("\n") + len(docs), path
 
 
 def test_reset_keeps_what_was_there(course):
@@ -83,16 +98,9 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     changed, missing = (course / "lessons" / entry.path for entry in select_modules("1-2"))
     changed.write_text("# my work\n")
     missing.unlink()
-    documents = [
-        course / "assignments.md",
-        course / "docs" / "instructors.md",
-        course / "lessons" / FIRST.package / "README.md",
-    ]
-    pairs = [
-        ("**total of the core**", "**sum**"),
-        ("| 75 | 20 | 12 |", "| 75 | 21 | 12 |"),
-        ("**Points:** 8", "**Points:** 9"),
-    ]
+    names = "assignments.md", "docs/instructors.md", f"lessons/{FIRST.package}/README.md"
+    documents = [course / name for name in names]
+    pairs = [("**total of", "**sum of"), ("| 75 | 20 | 12 |", "| 75 | 21 | 12 |"), ("**Points:** 8", "**Points:** 9")]
     before = [document.read_text() for document in documents]
     for document, (right, wrong) in zip(documents, pairs, strict=True):
         document.write_text(document.read_text().replace(right, wrong))
