@@ -18,17 +18,8 @@ from brigade.course.checks.expectations import (
 from brigade.ranks.claims import At, each_step
 from brigade.ranks.events import launches
 from brigade.ranks.verdict import join_names
-from helpers import training
+from helpers import odd_steps, training
 from helpers.late_launches import explain_late_last, explain_late_launches
-from helpers.odd_steps import (
-    expect_accumulated,
-    expect_idle_rank,
-    expect_restored,
-    expect_second_backward,
-    expect_silence,
-    expect_unsynced,
-    find_old_averages,
-)
 from helpers.steps import expect_averages, expect_four_steps
 from m04_bucketed_ddp import causes, scenario
 
@@ -138,9 +129,9 @@ def test_unused_parameters(submission):
         for step in each_step(results.events, 3):
             launched, why = step.launches(), partial(causes.explain_launches, submission, case, buckets, cap)
             launched.are_so_many("every step launches {}, one per bucket", len(buckets), why)
-        with replace_cause(partial(find_old_averages, results, case)):
+        with replace_cause(partial(odd_steps.find_old_averages, results, case)):
             expect_weights(results, case)
-    expect_idle_rank(submission, JOB)
+    odd_steps.expect_idle_rank(submission, JOB)
 
 
 @pytest.mark.points(1)
@@ -153,12 +144,12 @@ def test_no_sync_accumulates(submission):
     with replace_cause(partial(causes.find_lost_parameter, submission, case, cap)):
         jobs = case.make_jobs(interrupted=1, unsynced=2, **job)
         results = submission.run(training.train, jobs, world_size=world)
-        expect_silence(results.events, range(world), steps=2)
+        odd_steps.expect_silence(results.events, range(world), steps=2)
         expect_gradients(results, case, "every gradient is the average over the ranks of the sum over 3 micro-batches")
     buckets = choose_plan(submission, results, case, cap)
     for step in each_step(results.events, 2):
         if step.number:
-            expect_restored(results.events, [step.rank], step.number)
+            odd_steps.expect_restored(results.events, [step.rank], step.number)
         launched, why = step.launches(), partial(causes.explain_launches, submission, case, buckets, cap)
         launched.are_so_many("a step of 3 micro-batches launches {}, one per bucket", len(buckets), why)
         is_late = start_after_backward(launched)
@@ -168,9 +159,9 @@ def test_no_sync_accumulates(submission):
             partial(explain_late_launches, submission, jobs),
             "{count} of the launches came after backward",
         )
-    expect_unsynced(results, case, step=2)
-    expect_second_backward(submission, world, JOB)
-    expect_accumulated(submission, world, JOB)
+    odd_steps.expect_unsynced(results, case, step=2)
+    odd_steps.expect_second_backward(submission, world, JOB)
+    odd_steps.expect_accumulated(submission, world, JOB)
 
 
 @pytest.mark.points(1)

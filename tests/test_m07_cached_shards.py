@@ -6,16 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.course.checks import expectations
 from brigade.course.checks.diagnose.evidence import find_leftover
-from brigade.course.checks.expectations import (
-    expect_equal,
-    expect_gradients,
-    expect_start,
-    expect_waited,
-    expect_weights,
-    explain_failures,
-    replace_cause,
-)
 from brigade.ranks.claims import At, each_step, in_phase
 from brigade.ranks.runner.ranks import PerRank
 from brigade.ranks.verdict import join_names
@@ -42,14 +34,14 @@ def test_gradients_are_averaged(submission):
         is_mixed = model == "MixedDtypes"
         case = submission.case(model, world, steps=2, dtype=None if is_mixed else torch.float64)
         jobs = case.make_jobs(reallocate=1, **make_job(buckets_per_group))
-        with replace_cause(causes.find_wrong_view):
+        with expectations.replace_cause(causes.find_wrong_view):
             results = submission.run(training.train, jobs, world_size=world)
-            expect_start([result["start"] for result in results], case, events=results.events)
+            expectations.expect_start([result["start"] for result in results], case, events=results.events)
             tolerance, hypotheses = 2**-6 if is_mixed else 1e-5, partial(causes.suspect_copies, case)
-            expect_gradients(results, case, tolerance=tolerance, hypotheses=hypotheses)
+            expectations.expect_gradients(results, case, tolerance=tolerance, hypotheses=hypotheses)
             if not is_mixed:
-                with explain_failures([], partial(causes.describe_stale, "grad_data")):
-                    expect_weights(results, case)
+                with expectations.explain_failures([], partial(causes.describe_stale, "grad_data")):
+                    expectations.expect_weights(results, case)
         require_halves(results, case)
 
 
@@ -103,8 +95,8 @@ def test_views_follow_the_buffer(submission):
             when = f"after {num_moves} call{'s' * (num_moves != 1)}" if num_moves else "before any call"
             actual = [result["tensors"][step] for result in results]
             expected, what = case.gradients(micro=micro), f"in step {step}, {when} of reallocate(), {what}"
-            with replace_cause(partial(causes.find_stale_views, num_moves, gather_grads, results.events)):
-                expect_equal(what, actual, expected, scale=scale)
+            with expectations.replace_cause(partial(causes.find_stale_views, num_moves, gather_grads, results.events)):
+                expectations.expect_equal(what, actual, expected, scale=scale)
         runs.append((results, gather_grads, list_bucket_numels(case, world)))
     for results, gather_grads, numels in runs:
         for rank, result in enumerate(results):
@@ -135,7 +127,7 @@ def test_launches_are_those_of_module_6(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients stay correct with no_sync, evaluations and reallocate(), in any ready order, and in sub-groups."""
-    with replace_cause(causes.find_wrong_view):
+    with expectations.replace_cause(causes.find_wrong_view):
         job = make_job(2) | {"reallocate": 1}
         expect_all_kinds_of_steps(submission, "Frozen", job, require_halves, hypotheses=causes.suspect_copies)
     [world] = submission.worlds(2)
@@ -203,7 +195,7 @@ def expect_launches(launched, groups, gathers, setting):
         causes.explain_blocking,
         "the step waited too early for {these}",
     )
-    expect_waited(launched, setting)
+    expectations.expect_waited(launched, setting)
 
 
 def explain_leftover(launched):

@@ -14,37 +14,15 @@ from brigade.course.checks.forms import DictOf, Like, OneOf, find_mistake
 from brigade.course.checks.reference import draw_generators
 from brigade.ranks.claims import At, Step, each_step, in_phase, is_unchanged, show
 from brigade.ranks.runner.ranks import PerRank
-from helpers import training
+from helpers import training, zero
 from helpers.buffers import compute_padded_numel
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.odd_steps import expect_right_or_refused
-from helpers.zero import (
-    MOMENTS,
-    NORMS,
-    OPTIMIZERS,
-    draw_case,
-    draw_training,
-    expect_norms,
-    expect_trained,
-    expect_views,
-    get_rounding,
-    make_recipe,
-    require_shared_state,
-)
 from m05_grad_buffer.expected import compute_layout
 from m08_zero_optimizer import causes
+from m08_zero_optimizer import expected as m08_expected
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer import scenario_sharded as m08_sharded
-from m08_zero_optimizer.expected import (
-    compute_dots_weights,
-    compute_weights,
-    find_wrong_root,
-    round_like,
-    train_alone,
-    train_dots_alone,
-    train_unsharded,
-    widen,
-)
 
 SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}, "params": "generator"}
 ZERO = {
@@ -127,7 +105,7 @@ def test_sharded_launches(submission):
         trained, frozen = ([p.numel() for p in parameters if p.requires_grad == own] for own in (True, False))
         what = f"a step launches one reduce and one broadcast for each trainable parameter of the {model} model"
         for step in each_step(results.events, 3):
-            launched, wrong_root = step.launches(), find_wrong_root(case, step.events)
+            launched, wrong_root = step.launches(), m08_expected.find_wrong_root(case, step.events)
             made = sorted((one.op, one.numel) for one in launched)
             is_right = made == sorted(product(("reduce", "broadcast"), trained))
             launched.claim(what, is_right, cause=partial(causes.explain_launches, trained, frozen))
@@ -159,7 +137,7 @@ def test_sharded_groups_and_schedulers(submission):
         parts = [*m08_sharded.TRAINED, "sizes", "num_others", *["losses", "returned"] * ("closure" in job)]
         jobs = case.make_jobs(start=case.start(), parts=parts, **job)
         results = submission.run(m08_sharded.train, jobs, world_size=world)
-        expected, sizes = train_unsharded(case, job)["sizes"], [list_sizes(result) for result in results]
+        expected, sizes = m08_expected.train_unsharded(case, job)["sizes"], [list_sizes(result) for result in results]
         for rank, own in enumerate(sizes):
             why = partial(causes.explain_sizes, sizes, expected)
             At(rank).equal("the groups in param_groups have {} parameters", own, expected, why)
@@ -180,7 +158,7 @@ def test_sharded_clipping(submission):
         while True:
             case = submission.case("Plain", world, steps=5, dtype=torch.float64, group=groups[0], hidden_layers=hidden)
             case.batches[groups[0][-1]][3][0]["y"][0] = float("inf")  # in the step to skip
-            expected = train_unsharded(case, job)["norms"]
+            expected = m08_expected.train_unsharded(case, job)["norms"]
             if all(2 * max_norm < norm < 5 for norm in expected if math.isfinite(norm)):
                 break
         jobs = case.make_jobs(start=case.start(), parts=[*m08_sharded.TRAINED, "norms", "norm_dtypes"], **job)
@@ -193,7 +171,7 @@ def test_sharded_clipping(submission):
             late.are_none("after clip_grad_norm_, step does not reduce the gradients again", causes.CLIPPED_TWICE)
         norms = [results[rank]["norms"] for rank in groups[0]]
         why = partial(causes.explain_norm, case, job, results.events[groups[0][0]])
-        judge = partial(expect_norms, norms, expected, get_rounding(results), ranks=groups[0])
+        judge = partial(zero.expect_norms, norms, expected, zero.get_rounding(results), ranks=groups[0])
         judge(steps=1, why=why)
         # torch adds 1e-6 to the norm. A submission may omit this, and may round the factor to float32.
         expect_unsharded(results, case, job, causes.suspect_clipping, tolerance=1e-6)
@@ -205,7 +183,7 @@ def test_sharded_clipping(submission):
     expect_right_or_refused(
         "the step after a backward that follows clip_grad_norm_ uses both gradients",
         submission.run(m08_sharded.take_odd_step, jobs, world_size=world),
-        compute_weights(case, make_recipe("SGD")),
+        m08_expected.compute_weights(case, zero.make_recipe("SGD")),
         evidence=Evidence(causes.AFTER_CLIPPING),
     )
 
@@ -235,11 +213,11 @@ def expect_little_state(submission, scenario, job, mib):
 @pytest.mark.points(3)
 def test_zero_equals_unsharded(submission):
     """After 8 or 20 steps, weights equal the plain optimizer's. Optimizers that are not elementwise are rejected."""
-    names = ["AdamW", *submission.rng.sample(list(OPTIMIZERS), 3)]
+    names = ["AdamW", *submission.rng.sample(list(zero.OPTIMIZERS), 3)]
     for world, model, name in submission.pair_worlds((1, 2, 3, 4), ("Plain", "Tied", "Reordered", "Frozen"), names):
         branches = list(range(world)) if model == "Reordered" else None
-        groups, case = draw_training(submission, model, world, branches)
-        recipe, is_moving = make_recipe(name), world == 3
+        groups, case = zero.draw_training(submission, model, world, branches)
+        recipe, is_moving = zero.make_recipe(name), world == 3
         arguments = ZERO["arguments"] | {"buckets_per_group": {1: None, 2: 1}.get(world, 2)}
         parts = [*m08_zero.TRAINED, *["state_bytes"] * (len(case.group) > 1)]
         jobs = make_zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=is_moving, parts=parts)
@@ -252,8 +230,10 @@ def test_zero_equals_unsharded(submission):
         layout = compute_layout(numels, arguments["bucket_numel"], len(case.group))
         weights = results[case.group[0]]["weights"]
         why = partial(causes.suspect_shards, case, recipe, is_moving, weights, layout)
-        expect_trained(what, results, compute_weights(case, recipe), case.start(), why, ranks=case.group)
-        require_shared_state([results[rank] for rank in case.group], case, name)
+        zero.expect_trained(
+            what, results, m08_expected.compute_weights(case, recipe), case.start(), why, ranks=case.group
+        )
+        zero.require_shared_state([results[rank] for rank in case.group], case, name)
     [world] = submission.worlds(2)
     results = submission.run(
         m08_zero.collect_refusals, submission.case("Plain", world).make_jobs(**ZERO), world_size=world
@@ -269,10 +249,10 @@ def test_zero_equals_unsharded(submission):
 @pytest.mark.points(2)
 def test_zero_state_is_shared(submission):
     """Moments and main parameters have at most 1/N of the buckets' elements on a rank. No gradients are copied."""
-    names = submission.rng.sample(list(OPTIMIZERS), 3)
+    names = submission.rng.sample(list(zero.OPTIMIZERS), 3)
     for world, model, name in submission.pair_worlds((2, 3, 4), ("Plain", "Frozen", "Tied"), names):
         dtype = torch.bfloat16 if world == 4 else torch.float32
-        case = draw_case(submission, model, world, steps=2, dtype=dtype)
+        case = zero.draw_case(submission, model, world, steps=2, dtype=dtype)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         bound = compute_padded_numel(trainable, world) * 4 // world
         parts = [
@@ -280,22 +260,22 @@ def test_zero_state_is_shared(submission):
             "state_bytes",
             *(["fp32_bytes", "grad_bytes"] if dtype == torch.bfloat16 else ["copied_bytes"]),
         ]
-        jobs = make_zero_jobs(case, make_recipe(name), parts=parts)
+        jobs = make_zero_jobs(case, zero.make_recipe(name), parts=parts)
         results = submission.run(m08_zero.train, jobs, world_size=world)
-        whole = MOMENTS[name] * 4 * sum(p.numel() for p in trainable)
+        whole = zero.MOMENTS[name] * 4 * sum(p.numel() for p in trainable)
         part = f"1/{world} of the buckets in fp32 has {bound} bytes"
         for rank, result in enumerate(results):
             at, nbytes = At(rank), result["state_bytes"]
             at.claim("optimizer.optim is the inner optimizer", nbytes is not None, "there is no optim", causes.NO_INNER)
             what = f"a rank keeps {{}} of the {whole} bytes of {name}'s state ({part})"
-            at.at_most(what, nbytes, MOMENTS[name] * bound, causes.WHOLE_STATE)
+            at.at_most(what, nbytes, zero.MOMENTS[name] * bound, causes.WHOLE_STATE)
             if dtype == torch.bfloat16:
                 what = f"the fp32 main parameters in optimizer.optim take {{}} bytes ({part})"
                 at.at_most(what, result["fp32_bytes"], bound, causes.WHOLE_MASTERS)
                 what = "after a step, optimizer.optim has {} bytes of gradients outside the buffers"
                 at.equal(what, result["grad_bytes"], 0, causes.GRADIENTS_KEPT)
             else:
-                expect_views(result, rank)
+                zero.expect_views(result, rank)
         total = sum(result["state_bytes"] for result in results)
         what = f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32: {whole} bytes"
         why = partial(causes.explain_missing_state, total, whole)
@@ -310,7 +290,7 @@ def test_zero_volume(submission):
     for world, dtype in submission.pair_worlds((2, 3), (torch.float32, torch.bfloat16)):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         arguments = ZERO["arguments"] | {"grad_dtype": torch.float32, "buckets_per_group": 2}
-        jobs = make_zero_jobs(case, make_recipe("AdamW"), arguments=arguments, parts=["weights", "gather_grads"])
+        jobs = make_zero_jobs(case, zero.make_recipe("AdamW"), arguments=arguments, parts=["weights", "gather_grads"])
         results = submission.run(m08_zero.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
         name = str(dtype).removeprefix("torch.")
@@ -333,13 +313,13 @@ def test_zero_groups_and_schedulers(submission):
     """Parameter groups keep their options. Schedulers, changed options, closures and groups added later work."""
     steps = 12
     for world, late in submission.pair_worlds((2, 3), (False, True)):
-        case = draw_case(submission, "Plain", world, steps=steps, dtype=torch.float64)
+        case = zero.draw_case(submission, "Plain", world, steps=steps, dtype=torch.float64)
         names = submission.rng.sample(list(case.parameters()), len(case.parameters()))
         first = {"names": names[::2], "options": {"lr": 0.02, "weight_decay": 0.2}}
         second = {"names": names[1::2], "options": {"lr": 0.004}}
-        recipe = make_recipe("AdamW", groups=[first], at=steps // 2, late=second, closure=True)
+        recipe = zero.make_recipe("AdamW", groups=[first], at=steps // 2, late=second, closure=True)
         if not late:
-            recipe = make_recipe(
+            recipe = zero.make_recipe(
                 "AdamW", groups=[first, second], gamma=0.9, at=steps // 2, change={"weight_decay": 0.4}
             )
         parts = [*m08_zero.TRAINED, "state_bytes", "groups", "num_foreign", *["losses", "returned"] * late]
@@ -358,8 +338,8 @@ def test_zero_groups_and_schedulers(submission):
         )
         what = f"after {steps} steps of AdamW with {how}, the weights equal those from the plain optimizer"
         why = partial(causes.suspect_groups, case, recipe)
-        expect_trained(what, results, compute_weights(case, recipe), case.start(), why)
-        require_shared_state(results, case, "AdamW")
+        zero.expect_trained(what, results, m08_expected.compute_weights(case, recipe), case.start(), why)
+        zero.require_shared_state(results, case, "AdamW")
 
 
 @pytest.mark.points(2)
@@ -371,31 +351,31 @@ def test_zero_clipping(submission):
         # Gradients are large, so the 1e-6 that torch adds to a norm does not matter.
         scale = 1e6
         recipe = {"optimizer": "SGD", "options": {"lr": 0.05 / scale, "momentum": 0.9}, "loss_scale": scale}
-        case = draw_case(submission, model, world, steps=steps, dtype=torch.float64)
-        norms = train_alone(case, recipe | {"max_norm": float("inf")})[2]
+        case = zero.draw_case(submission, model, world, steps=steps, dtype=torch.float64)
+        norms = m08_expected.train_alone(case, recipe | {"max_norm": float("inf")})[2]
         recipe["max_norm"] = sorted(norms)[steps // 2]  # this clips about half of the steps
         parts = [*m08_zero.TRAINED, "state_bytes", "norms", "norm_dtypes"]
         results = submission.run(m08_zero.train, make_zero_jobs(case, recipe, parts=parts), world_size=world)
-        weights, _, norms = train_alone(case, recipe)
-        rounding = get_rounding(results)
+        weights, _, norms = m08_expected.train_alone(case, recipe)
+        rounding = zero.get_rounding(results)
         why = partial(causes.explain_norms, len(case.parameters()))
-        judge = partial(expect_norms, [result["norms"] for result in results], norms, rounding, why=why)
+        judge = partial(zero.expect_norms, [result["norms"] for result in results], norms, rounding, why=why)
         judge(steps=1)
-        expect_trained(
+        zero.expect_trained(
             f"after {steps} steps of SGD with gradients clipped to the global norm {recipe['max_norm']:.4g}, the "
             "weights equal those from the plain optimizer",
             results,
             weights,
             case.start(),
             partial(causes.suspect_no_clipping, case, recipe),
-            tolerance=min(rounding, NORMS[None]),
+            tolerance=min(rounding, zero.NORMS[None]),
             otherwise=causes.NOT_SCALED,
         )
         judge()
-        require_shared_state(results, case, "SGD")
+        zero.require_shared_state(results, case, "SGD")
     for world, value in submission.pair_worlds((2, 3), (float("inf"), float("nan"))):
         case = submission.case("Plain", world, dtype=torch.float64)
-        jobs = make_zero_jobs(case, make_recipe("SGD", max_norm=1.0), parts=["weights", "norms"])
+        jobs = make_zero_jobs(case, zero.make_recipe("SGD", max_norm=1.0), parts=["weights", "norms"])
         name = submission.rng.choice(list(case.parameters()))
         jobs[submission.rng.randrange(world)]["poison"] = [name, value]
         results = submission.run(m08_zero.train, jobs, world_size=world)
@@ -406,17 +386,20 @@ def test_zero_clipping(submission):
             what = "weights with finite entries after a step whose gradients have a norm of NaN: {}"
             At(rank).equal(what, finite, [], causes.NAN_NOT_SCALED)
     [world] = submission.worlds(2)
-    start, recipe = {"weights.0": torch.zeros(400, dtype=torch.bfloat16)}, make_recipe("SGD", max_norm=1.0)
+    start, recipe = {"weights.0": torch.zeros(400, dtype=torch.bfloat16)}, zero.make_recipe("SGD", max_norm=1.0)
     x = torch.full_like(start["weights.0"], 1088)  # in bf16, its square is 0.35 % too small
     jobs = make_dots_jobs(recipe, start, [[[x]]] * world, parts=["weights", "norms", "norm_dtypes"])
     results = submission.run(m08_zero.train_dots, jobs, world_size=world)
-    norms, rounding = [result["norms"] for result in results], max(get_rounding(results), NORMS[torch.float32])
-    expect_norms(norms, [1088 * math.sqrt(400)], rounding, why=causes.explain_rounded_squares)
+    norms, rounding = (
+        [result["norms"] for result in results],
+        max(zero.get_rounding(results), zero.NORMS[torch.float32]),
+    )
+    zero.expect_norms(norms, [1088 * math.sqrt(400)], rounding, why=causes.explain_rounded_squares)
     expect_equal(
         "after a clipped step, bfloat16 weights equal the plain optimizer's",
         [result["weights"] for result in results],
         {"weights.0": torch.full((400,), -recipe["options"]["lr"] / math.sqrt(400), dtype=torch.bfloat16)},
-        tolerance=NORMS[torch.bfloat16],
+        tolerance=zero.NORMS[torch.bfloat16],
         hypotheses={causes.COPY_CLIPPED: [{"weights.0": -recipe["options"]["lr"] * x}] * world},
     )
 
@@ -427,35 +410,35 @@ def test_zero_clipping(submission):
 def test_zero_checkpoints(submission):
     """On every rank, state_dict equals the plain optimizer's. Training resumes on any number of ranks."""
     half = 4
-    names = submission.rng.sample(list(OPTIMIZERS), 3)
+    names = submission.rng.sample(list(zero.OPTIMIZERS), 3)
     models = ("Tied", "Tied", "Frozen")  # frozen parameters have numbers, too
     for before, after, name, model in submission.pair_worlds((4, 1, 2), (2, 4, 3), names, models):
         [after] = submission.worlds(after)
-        case = draw_case(submission, model, max(before, after), before, steps=2 * half, dtype=torch.float64)
+        case = zero.draw_case(submission, model, max(before, after), before, steps=2 * half, dtype=torch.float64)
         parameters = case.parameters()
         params = submission.rng.sample(list(parameters), len(parameters))
         # The first one is frozen, if there are any. Otherwise, shards and parameters could have the same numbers.
         first = min(params, key=lambda name: parameters[name].requires_grad)
         params.sort(key=lambda name: name != first)
         groups = [{"names": params[:2], "options": {"lr": 0.02}}, {"names": params[2:], "options": {}}]
-        recipe = make_recipe(name, groups=groups)
+        recipe = zero.make_recipe(name, groups=groups)
         saving = recipe | {"gamma": 0.8}
-        weights, state, _ = train_alone(case, saving, range(before), range(half))
+        weights, state, _ = m08_expected.train_alone(case, saving, range(before), range(half))
         parts = [*m08_zero.TRAINED, "state_bytes", "state_dict"]
         jobs = make_zero_jobs(case, saving, before, slice(half), parts=parts)
         with replace_cause(causes.find_skipped_shard):
             saved = submission.run(m08_zero.train, jobs, world_size=before)
-        expect_trained(
+        zero.expect_trained(
             f"after {half} steps of {name}, the weights equal those from the plain optimizer",
             saved,
             weights,
             case.start(),
         )
-        require_shared_state(saved, case, name)
+        zero.require_shared_state(saved, case, name)
         for rank, result in enumerate(saved):
             expect_state_dict(result["state_dict"], state, params, rank, before)
         checkpoint = (saved[0]["weights"], saved[0]["state_dict"])
-        resumed = partial(compute_weights, case, recipe, range(after), range(half, 2 * half))
+        resumed = partial(m08_expected.compute_weights, case, recipe, range(after), range(half, 2 * half))
         expect_plain_loads(partial(resumed, *checkpoint))
         checkpoints = {f"the state_dict of {before} rank{'s' * (before > 1)}": checkpoint}
         if after == 3:
@@ -471,7 +454,7 @@ def test_zero_checkpoints(submission):
             with replace_cause(partial(causes.find_misfitting_moments, cause=misfitting)):
                 at_once = PerRank(job | {"batches": [], "parts": ["state_dict"]} for job in jobs)
                 results, again = submission.run_each(m08_zero.train, [jobs, at_once])
-            expect_trained(
+            zero.expect_trained(
                 f"after loading {source}, {half} steps of {name} on {after} ranks give the plain optimizer's weights",
                 results,
                 resumed(weights, state),
@@ -503,12 +486,12 @@ def test_zero_masters(submission):
     recipe = {"optimizer": "SGD", "options": {"lr": 0.15 * GAP}}
     inputs = [[draw_descent(start, own) for _ in range(20)] for own in draw_generators(submission.rng, world)]
     results = submission.run(m08_zero.train_dots, make_dots_jobs(recipe, start, inputs), world_size=world)
-    masters, _ = train_dots_alone(recipe, widen(start), inputs)
+    masters, _ = m08_expected.train_dots_alone(recipe, m08_expected.widen(start), inputs)
     with replace_cause(lambda failed: causes.find_late_copy(results.events)):
-        expect_trained(
+        zero.expect_trained(
             "after 20 small steps of SGD, the weights equal the rounded fp32 main parameters",
             results,
-            round_like(masters, start),
+            m08_expected.round_like(masters, start),
             start,
             partial(causes.suspect_no_masters, recipe, start, inputs, masters),
             tolerance={torch.bfloat16: 1.01 * GAP, torch.float32: 1e-5},
@@ -520,10 +503,10 @@ def test_zero_masters(submission):
     parts = [*m08_zero.TRAINED, "state_dict"]
     jobs = make_dots_jobs(recipe, start, inputs[:before], grad_dtype=torch.float32, parts=parts)
     saved = submission.run(m08_zero.train_dots, jobs, world_size=before)
-    masters, state = train_dots_alone(recipe, widen(start), inputs)
+    masters, state = m08_expected.train_dots_alone(recipe, m08_expected.widen(start), inputs)
     exact = {torch.bfloat16: GAP / 8, torch.float32: 1e-5}
     what = "after 5 small steps of Adam, the weights equal the rounded fp32 main parameters"
-    expect_trained(what, saved, round_like(masters, start), start, tolerance=exact)
+    zero.expect_trained(what, saved, m08_expected.round_like(masters, start), start, tolerance=exact)
     for rank, result in enumerate(saved):
         expect_state_dict(result["state_dict"], state, list(start), rank, before, tolerance=1e-5)
         expect_masters(result["state_dict"], masters, start, rank)
@@ -537,19 +520,19 @@ def test_zero_masters(submission):
     ]
     with replace_cause(causes.find_misfitting_moments):
         results, without, again = submission.run_each(m08_zero.train_dots, jobs_per_call)
-    expect_trained(
+    zero.expect_trained(
         f"after loading the state_dict of {before} ranks, 5 steps on {after} ranks start from its main parameters",
         results,
-        compute_dots_weights(recipe, masters, inputs, state, start),
+        m08_expected.compute_dots_weights(recipe, masters, inputs, state, start),
         rounded,
         partial(causes.suspect_rounded_masters, recipe, masters, start, inputs, state),
         tolerance=exact,
         otherwise=causes.MASTERS_NOT_COVERED,
     )
-    expect_trained(
+    zero.expect_trained(
         "after loading a state_dict without masters, 5 steps start from the weights at the time of the call",
         without,
-        compute_dots_weights(recipe, widen(rounded), inputs, state, start),
+        m08_expected.compute_dots_weights(recipe, m08_expected.widen(rounded), inputs, state, start),
         rounded,
         tolerance=exact,
         otherwise=causes.MASTERS_NOT_FROM_WEIGHTS,
@@ -578,7 +561,7 @@ ODD_ORDERS = {  # what happens -> the actions, and the number of micro-batches w
 def expect_odd_orders(submission):
     """Expect a step without finish_grad_sync, after two, or after another backward to be right or refused."""
     [world] = submission.worlds(2)
-    case, recipe = submission.case("Plain", world, micro_batches=2, dtype=torch.float64), make_recipe("SGD")
+    case, recipe = submission.case("Plain", world, micro_batches=2, dtype=torch.float64), zero.make_recipe("SGD")
     jobs = [make_zero_jobs(case, recipe, order=order) for order, _ in ODD_ORDERS.values()]
     all_results = submission.run_each(m08_zero.take_odd_step, jobs)
     batches = case.batches
@@ -587,7 +570,7 @@ def expect_odd_orders(submission):
         expect_right_or_refused(
             f"{what} gives the plain optimizer's weights",
             results,
-            compute_weights(case, recipe),
+            m08_expected.compute_weights(case, recipe),
             evidence=Evidence(causes.AFTER_FINISH if "finish" in order else causes.NO_FINISH),
         )
 
@@ -595,18 +578,20 @@ def expect_odd_orders(submission):
 def expect_reloaded(submission):
     """Expect an optimizer that has taken steps to load an earlier state dict, even twice or one without state."""
     [world] = submission.worlds(2)
-    case, recipe = submission.case("Plain", world, steps=4, dtype=torch.float64), make_recipe("Adam")
+    case, recipe = submission.case("Plain", world, steps=4, dtype=torch.float64), zero.make_recipe("Adam")
     step, load = ["forward", "backward", "finish", "step", "zero_grad"], "load"
     orders = ["save", *step, load, *step], [*step, "save", *step, load, *step, load, *step]
     jobs = [make_zero_jobs(case, recipe, order=order) for order in orders]
     jobs = [PerRank(job | {"batches": [sum(job["batches"], [])]} for job in own) for own in jobs]
     all_results = submission.run_each(m08_zero.take_odd_step, jobs)
-    first, state, _ = train_alone(case, recipe, steps=range(1))
+    first, state, _ = m08_expected.train_alone(case, recipe, steps=range(1))
     again = [first]
     for number in range(1, 4):
         steps = range(number, number + 1)
-        again.append(compute_weights(case, recipe, steps=steps, start=again[-1], load=copy.deepcopy(state)))
-    second = compute_weights(case, recipe, steps=range(1, 2), start=first)
+        again.append(
+            m08_expected.compute_weights(case, recipe, steps=steps, start=again[-1], load=copy.deepcopy(state))
+        )
+    second = m08_expected.compute_weights(case, recipe, steps=range(1, 2), start=first)
     why = "the plain optimizer's weights, although an optimizer that has taken steps loads a state dict saved "
     for what, results, expected, cause in (
         ("before the first step", all_results[0], second, causes.OLD_STATE),
@@ -649,7 +634,7 @@ def expect_unsharded(results, case, job, changes=dict, tolerance=MANY_STEPS):
     for rank, names in zip(case.group, left, strict=True):
         why = partial(causes.explain_gradients_left, left)
         At(rank).equal("parameters with a gradient after optimizer.zero_grad() on any rank: {}", names, [], why)
-    expected = train_unsharded(case, job)["weights"]
+    expected = m08_expected.train_unsharded(case, job)["weights"]
     for step, count in ((0, "one step"), (-1, f"{len(expected)} steps")):
         what = f"after {count} of {job['optimizer']} on the {case.model} model, weights equal the unsharded optimizer's"
         actual = [results[rank]["weights"][step] for rank in case.group]

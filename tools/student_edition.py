@@ -79,6 +79,8 @@ def collect_files(hint_levels: int) -> dict[Path, bytes]:
     for document in contents.keys() & {*map(Path, handout.DOCUMENTS)}:
         text = handout.fill_in(contents[document].decode())
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
+    for document in (path for path in contents if path.parent == Path("docs") and path.suffix == ".md"):
+        contents[document] = re.sub(rb"<!--full-->.*?<!--end-->\n*", b"", contents[document], flags=re.DOTALL)
     pins = {Path("requirements.txt"): PACKAGES, Path("site", "requirements.txt"): SITE_PACKAGES}
     return contents | {path: lock.select(packages).encode() for path, packages in pins.items()}
 

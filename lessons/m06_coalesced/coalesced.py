@@ -60,8 +60,8 @@ class BucketGroup:
 
         `finish_grad_sync` only waits, so average here: with `ReduceOp.AVG`, or by dividing before a SUM.
         """
-        # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle. The first
-        # argument is the output, this rank's shard, and the second is the input, the whole bucket.
+        # In `reduce_scatter(output, input, op, group)`, the output is this rank's shard, and the input is the whole
+        # bucket. `finish_grad_sync` waits for the handle.
         # TODO: part (b)
         raise NotImplementedError("module 6, part (b)")
 
@@ -71,7 +71,7 @@ class BucketGroup:
 
     def start_all_gather(self, data: torch.Tensor) -> Handle:
         """Start the all-gather of the group's buckets in `data`, a flat tensor, with one launch."""
-        # Do the same with `all_gather`. Its input is this rank's shard, and its output is the whole bucket.
+        # In `all_gather(output, input, group)`, the input is this rank's shard, and the output is the whole bucket.
         # TODO: part (c)
         raise NotImplementedError("module 6, part (c)")
 

@@ -127,7 +127,6 @@ class GradShardedDDP(CachedDDP):
         group = self.groups[index]
         for i in group.param_indices:  # some gradients may not come from backward
             group.buffer.accumulate_into_buffer(i)
-        # The queue launches buckets in order, so the oldest live bucket has the index `index - max_live_buckets`.
         # TODO: part (e)
         raise NotImplementedError("module 10, part (e)")
 

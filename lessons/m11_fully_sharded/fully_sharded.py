@@ -92,7 +92,7 @@ class FullyShardedDDP(UnitHooks):
         if self.phase is Phase.DUE:  # this rank has not run the backward that other ranks have run
             self.begin_backward()
         self.end_pass(Phase.IDLE)
-        # Perform the reductions that a backward in no_sync has postponed. Then wait for the last reduction.
+        # Afterwards, no reduction is postponed or in flight.
         # TODO: part (m)
         raise NotImplementedError("module 11, part (m)")
         for flat in self.flats:

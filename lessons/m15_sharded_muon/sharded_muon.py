@@ -190,8 +190,7 @@ class ShardedMuon(Optimizer):
             )
         with torch.enable_grad():
             loss = closure() if closure else None
-        # Call `start_reduce_scatter` and `update`. An all-gather's input is this rank's row with the new weights, and
-        # its output the group's buffer.
+        # An all-gather's input is this rank's row with the new weights, and its output is the group's buffer.
         # TODO: part (f)
         raise NotImplementedError("module 15, part (f)")
         return loss
@@ -207,8 +206,8 @@ class ShardedMuon(Optimizer):
         It has the form of torch's optimizers: state["state"][j] is {"momentum_buffer": m} for each trainable parameter,
         and j is its number in `param_groups`, where frozen ones count too.
         """
-        # `super().state_dict()` returns this form for the momentum that this rank has. Gather the rest, group by group.
-        # Before the first step, all momentum is zero.
+        # `super().state_dict()` returns this form for the momentum that this rank has. Before the first step, all
+        # momentum is zero.
         # TODO: part (g)
         raise NotImplementedError("module 15, part (g)")
 

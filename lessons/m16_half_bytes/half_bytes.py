@@ -140,7 +140,7 @@ class HalfBytesDDP(CachedDDP):
         buckets_per_group: int | None = 1,
         process_group: dist.ProcessGroup | None = None,
     ):
-        # Check the dtypes, then call CachedDDP's constructor, which also has the argument grad_dtype.
+        # CachedDDP's constructor also has the argument grad_dtype.
         # TODO: part (e)
         raise NotImplementedError("module 16, part (e)")
 
@@ -157,6 +157,5 @@ class ErrorFeedback:
 
     def compress(self, values: Tensor) -> Tensor:
         """Return a new tensor, `values` + `error` rounded to bfloat16. `values`, (numel,), float32, does not change."""
-        # Keep in `error` what this rounding loses.
         # TODO: part (f)
         raise NotImplementedError("module 16, part (f)")

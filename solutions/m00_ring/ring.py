@@ -75,8 +75,7 @@ def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None 
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
     # A chunk travels around the ring once, and every rank adds its own values to it. Which chunk must this rank send
-    # first, so that chunk r ends up on rank r? Add the chunk that arrives to your own, and send the sum in the next
-    # step.
+    # first, so that chunk r ends up on rank r?
     ### BEGIN SOLUTION part (d)
     buffer = torch.empty_like(chunks[0])  # the first chunk is the largest
     for step in range(size - 1):
@@ -96,7 +95,7 @@ def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     """
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
-    # Send your own chunk first. A chunk that arrives is complete and replaces yours. Pass it on in the next step.
+    # A chunk that arrives is complete, and replaces yours.
     ### BEGIN SOLUTION part (e)
     for step in range(size - 1):
         shift(chunks[(rank - step) % size], chunks[(rank - step - 1) % size], process_group)

@@ -35,7 +35,6 @@ def plan_layout(
     bucket splits into `dp_size` equal shards. With `pad_for_busbw`, the end is also a multiple of 2^16. An empty list
     gives no buckets. Megatron-LM uses the same rule (megatron/core/optimizer/param_layout.py).
     """
-    # Keep track of the end of the last parameter and the start of the open bucket. Round up as the rule says.
     ### BEGIN SOLUTION part (a)
     multiple = math.lcm(dp_size, 128, 2**16 if pad_for_busbw else 1)
     param_ranges, bucket_of, bucket_ranges = [], [], []
@@ -128,7 +127,7 @@ class GradBuffer:
             accumulate_main_grad(self, i)
             return
         parameter, view = self.params[i], self.views[i]
-        # The gradient *is* the view. If parameter.grad is a different tensor or None, overwrite the view and attach it.
+        # Afterwards, parameter.grad *is* the view.
         ### BEGIN SOLUTION part (c)
         if parameter.grad is not view:
             parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
@@ -217,9 +216,10 @@ class BufferedDDP(GradSyncMixin, Wrapper):
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this.
 
-        Raise RuntimeError if the unit is already complete: then a second backward came before `finish_grad_sync`.
+        Raise RuntimeError, and change nothing, if the unit is already complete, also inside `no_sync`: then a second
+        backward came before `finish_grad_sync`.
         """
-        # Refuse first. Then accumulate the gradient, even inside no_sync, but count it only outside.
+        # A gradient of a backward inside no_sync is in the buffer afterwards, but does not count.
         ### BEGIN SOLUTION part (f)
         if self.queue.num_pending[index] == 0:
             raise RuntimeError(SECOND_BACKWARD)

@@ -39,8 +39,8 @@ class PrefetchedDDP(CachedDDP):
     ):
         super().__init__(module, bucket_numel, buckets_per_group, grad_dtype, process_group)
         self.groups_of: dict[nn.Module, list[BucketGroup]] = defaultdict(list)  # groups of a module's own parameters
-        # Fill groups_of: for each module, the groups that contain a parameter that it owns directly. Set forward_order:
-        # the groups in the order of `parameters()`. Make `before_forward` a pre-hook of every module in groups_of.
+        # Afterwards, groups_of is complete for every module with own parameters, forward_order has the groups in the
+        # order of `parameters()`, and `before_forward` is a pre-hook of every module in groups_of.
         ### BEGIN SOLUTION part (a)
         group_of = {group.buffer.params[i]: group for group in self.groups for i in group.param_indices}
         self.forward_order = list(dict.fromkeys(group_of[p] for p in module.parameters() if p in group_of))
@@ -79,7 +79,7 @@ class PrefetchedDDP(CachedDDP):
     def forward(self, *args, **kwargs):
         """Run the module, after a wait for the weights that no hook waits for."""
         # No hook runs for a module that is never called, such as a ParameterList or a layer whose weight another module
-        # reads. Wait here for the groups of every module that has not been called yet.
+        # reads.
         ### BEGIN SOLUTION part (d)
         for owner, groups in self.groups_of.items():
             if owner not in self.called:

@@ -143,7 +143,6 @@ class GradShardedDDP(CachedDDP):
         group = self.groups[index]
         for i in group.param_indices:  # some gradients may not come from backward
             group.buffer.accumulate_into_buffer(i)
-        # The queue launches buckets in order, so the oldest live bucket has the index `index - max_live_buckets`.
         ### BEGIN SOLUTION part (e)
         if index >= self.max_live_buckets:
             self.groups[index - self.max_live_buckets].finish_grad_sync()

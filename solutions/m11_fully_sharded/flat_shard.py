@@ -41,9 +41,9 @@ class FlatShard:
         full = self.flatten([p.data for p in self.params])  # in the parameters' dtype
         self.reduce_dtype = reduce_dtype or full.dtype
         compute_dtype = compute_dtype if full.is_floating_point() else None  # frozen integers keep their dtype
-        # Create `shard`, a copy of this rank's part of `full` that is trainable if the parameters are trainable. Create
-        # `self.full`, the same tensor in `compute_dtype` if one is given. Set each parameter.data to its view of
-        # `self.full`. Then free `self.full`.
+        # Afterwards, `shard` is a copy of this rank's part of `full`, and trainable if the parameters are. `self.full`
+        # is `full` in `compute_dtype`, if one is given. Each parameter.data is its view of `self.full`, which has no
+        # memory.
         ### BEGIN SOLUTION part (c)
         self.shard = nn.Parameter(full.chunk(self.size)[self.rank].clone(), self.params[0].requires_grad)
         self.full = full.to(compute_dtype or full.dtype)

@@ -119,7 +119,7 @@ class FullyShardedDDP(UnitHooks):
         if self.phase is Phase.DUE:  # this rank has not run the backward that other ranks have run
             self.begin_backward()
         self.end_pass(Phase.IDLE)
-        # Perform the reductions that a backward in no_sync has postponed. Then wait for the last reduction.
+        # Afterwards, no reduction is postponed or in flight.
         ### BEGIN SOLUTION part (m)
         self.schedule.extend(self.postponed)
         self.postponed = []

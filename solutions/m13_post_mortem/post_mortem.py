@@ -33,7 +33,6 @@ def align(traces: Sequence[Trace]) -> dict[str, dict[int, dict[int, Call]]]:
     lost all of them if `num_lost` is above 0, and none otherwise. Groups without numbers are left out. Ranks without a
     trace are ignored.
     """
-    # Collect the calls first. Then find, for each group, the first number that every member with a trace still has.
     ### BEGIN SOLUTION part (a)
     table: dict[str, dict[int, dict[int, Call]]] = {}
     members: dict[str, tuple[int, ...]] = {}

@@ -164,7 +164,7 @@ class HalfBytesDDP(CachedDDP):
         buckets_per_group: int | None = 1,
         process_group: dist.ProcessGroup | None = None,
     ):
-        # Check the dtypes, then call CachedDDP's constructor, which also has the argument grad_dtype.
+        # CachedDDP's constructor also has the argument grad_dtype.
         ### BEGIN SOLUTION part (e)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -185,7 +185,6 @@ class ErrorFeedback:
 
     def compress(self, values: Tensor) -> Tensor:
         """Return a new tensor, `values` + `error` rounded to bfloat16. `values`, (numel,), float32, does not change."""
-        # Keep in `error` what this rounding loses.
         ### BEGIN SOLUTION part (f)
         wanted = values + self.error.to(values.device)
         rounded = wanted.bfloat16()

@@ -295,6 +295,8 @@ def test_next_does_not_stop_at_an_optional_module(brigade, lessons, snapshot):
     remember_pass(lessons)
     shown = brigade("next", "--target", lessons).stdout
     assert "✓ Module 1" in shown and "→ Module 2" in shown and "Module 0" not in shown
+    fast = brigade("next", "--target", lessons, "--from", 2, "--prior", "reference").stdout
+    assert "Module 1" not in fast and "→ Module 2" in fast and "--prior reference --watch" in fast
     (lessons / get_module(1).path).write_text((ROOT / "lessons" / get_module(1).path).read_text())
     optional = brigade("next", "--target", lessons).stdout
     assert "→ Module 1" in optional

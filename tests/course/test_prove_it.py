@@ -147,9 +147,22 @@ def without_solutions(monkeypatch):
     test_m17_prove_it.TRIALS.clear()
 
 
+@pytest.mark.parametrize("part", [PARTS[0], *(pytest.param(part, marks=pytest.mark.extended) for part in PARTS[1:])])
+def test_without_the_reference_there_are_three_right_implementations_of_a_module(part, without_solutions):
+    chosen = implementations.choose(part, read("solutions", 17), False, random.Random(0))
+    assert [each.topic for each in chosen].count("") == 3 * len(implementations.UNDER_TEST[part])
+    for name in (f"test_{part}", f"test_{part}_thoroughly"):
+        assert run_on_text(CHECKS[name], SOLUTION, Conditions()).passed
+
+
+def test_without_the_reference_an_exact_comparison_is_a_false_alarm(without_solutions, monkeypatch):
+    monkeypatch.setattr(test_m17_prove_it, "WORLD_SIZES", (2,))
+    outcome = run_average(SOLUTION.replace("rtol=1e-4, atol=1e-5", "rtol=0, atol=0"))
+    assert outcome.status == "failed" and "rounded in another way" in outcome.verdict.got, outcome.verdict
+
+
 def test_without_the_reference_a_student_tests_modules_of_their_own(without_solutions):
     sources = read("solutions", 17)
-    assert run_check(CHECKS["test_average"], "solutions", Conditions(), sources=sources).passed
     wrong = find_mutant(1, "summed, not averaged").apply()["naive_ddp.py"]
     name = "m01_naive_ddp.naive_ddp"
     mine = sources | {name: (sources[name][0], wrong)}

@@ -5,17 +5,8 @@ from functools import partial
 
 import torch
 
+from brigade.course.checks import expectations
 from brigade.course.checks.diagnose.evidence import find_unreduced
-from brigade.course.checks.expectations import (
-    expect_overlap,
-    expect_trained,
-    explain_failures,
-    find_leftover,
-    join_names,
-    overlaps,
-    replace_cause,
-    require_launches,
-)
 from brigade.ranks.claims import At, each_step, in_phase
 from m05_grad_buffer import causes, scenario
 from m05_grad_buffer.expected import compute_layout
@@ -51,11 +42,11 @@ def require_halves(results, case, steps=1):
 
     def accepts(launched):
         return {launch.op for launch in launched} == {"reduce_scatter", "all_gather"} and all(
-            overlaps(launch) for launch in launched if launch.op == "reduce_scatter"
+            expectations.overlaps(launch) for launch in launched if launch.op == "reduce_scatter"
         )
 
     kind = "asynchronous reduce_scatters, launched during backward, and all_gathers"
-    require_launches(results.events, case.group, kind, accepts, steps)
+    expectations.require_launches(results.events, case.group, kind, accepts, steps)
 
 
 def expect_zeroed(submission, job, variants):
@@ -75,9 +66,9 @@ def expect_zeroed(submission, job, variants):
         is_known = job["arguments"].get("bucket_numel") == BUCKET_NUMEL
         padded = compute_padded_numel(case.parameters().values(), world) if is_known else 0
         lost = partial(find_unreduced, results.events, case, padded)
-        with explain_failures(results.events, lost, partial(causes.explain_lost_view, results)):
+        with expectations.explain_failures(results.events, lost, partial(causes.explain_lost_view, results)):
             what = f"three steps with {zero} give the same weights as training in one process"
-            expect_trained(what, [result["weights"] for result in results], case)
+            expectations.expect_trained(what, [result["weights"] for result in results], case)
         for rank, result in enumerate(results):
             for step, buffers in enumerate(result["buffers"]):
                 expect_members(At(rank, step), buffers, case)
@@ -88,7 +79,7 @@ def expect_members(at, buffers, case):
     trainable = sorted(name for name, parameter in case.parameters().items() if parameter.requires_grad)
     members = sorted(name for buffer in buffers for name in buffer["offsets"])
     is_filled = members == trainable and all(buffer["offsets"] for buffer in buffers)
-    got = f"the grad buffers have the gradients of {join_names(members)}"
+    got = f"the grad buffers have the gradients of {expectations.join_names(members)}"
     at.claim("each trainable parameter has its gradient in one grad buffer, and no buffer is empty", is_filled, got)
 
 
@@ -96,8 +87,10 @@ def expect_group_overlap(launched, groups, setting, why_late, gathered=True):
     """Expect the reduce-scatters among the launches of a step to overlap with backward: see `list_groups`."""
     scatters, names = launched.where(lambda one: one.op == "reduce_scatter"), [names for *_, names in groups]
     options = {"unit": "group", "gathered": gathered, "why_late": why_late, "setting": setting}
-    with replace_cause(lambda failed: find_leftover(launched.step.events, launched.step.number)):
-        expect_overlap(scatters, names, why_blocked=find_gather_at_once, **options)
+    with expectations.replace_cause(
+        lambda failed: expectations.find_leftover(launched.step.events, launched.step.number)
+    ):
+        expectations.expect_overlap(scatters, names, why_blocked=find_gather_at_once, **options)
 
 
 def find_gather_at_once(scatters):
@@ -133,6 +126,7 @@ def expect_complete(step, groups, op, unit):
         step.claim(
             f"{unit}s are launched in order, each when all its gradients are ready",
             not missing,
-            f"launch {number} ({unit} {number}) came before these gradients were ready: {join_names(missing)}",
+            f"launch {number} ({unit} {number}) came before these gradients were ready: "
+            + expectations.join_names(missing),
             partial(causes.explain_early_launch, ready_at, launch, groups, unit),
         )

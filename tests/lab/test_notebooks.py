@@ -32,18 +32,8 @@ from brigade.ranks.events import launches
 from brigade.ranks.runner import deadline, monitor
 from brigade.ranks.runner.ranks import SERVER
 from tools import notebook_files
-from tools.notebook_files import (
-    EXECUTED,
-    ORDER,
-    execute,
-    find_objection,
-    hash_code,
-    list_contradictions,
-    list_notebooks,
-    read_figures,
-)
 
-NOTEBOOKS = list_notebooks()
+NOTEBOOKS = notebook_files.list_notebooks()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,7 +179,9 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
 def test_notebook_is_stored_with_the_outputs_of_its_code(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert notebook.metadata[EXECUTED] == hash_code(notebook), "code has changed since `make notebooks`"
+    assert notebook.metadata[notebook_files.EXECUTED] == notebook_files.hash_code(notebook), (
+        "code has changed since `make notebooks`"
+    )
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [list_errors(cell) for cell in code] == [list_expected_errors(cell) for cell in code]
     text = path.read_text()
@@ -253,7 +245,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.source = re.sub(r"\brounds=\d+", "rounds=4, time=32", cell.source)  # enough to see that it runs
-    execute(notebook, path.parent)  # where Jupyter starts the kernel
+    notebook_files.execute(notebook, path.parent)  # where Jupyter starts the kernel
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
         assert list_errors(cell) == list_expected_errors(cell)
@@ -261,7 +253,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
         drawn = [output for output in outputs if "image/png" in output.get("data", {})]
         if "show_on_gpus(" not in cell.source:  # it draws only where there are GPUs
             assert bool(drawn) == bool(re.search(r"^ *(?:display\()?draw(?:_\w+)?\(", cell.source, re.MULTILINE))
-    unknown = [sentence for sentence in list_contradictions(notebook) if "no figure shows" in sentence]
+    unknown = [sentence for sentence in notebook_files.list_contradictions(notebook) if "no figure shows" in sentence]
     assert not unknown, "a text names something that is in no figure"
     expect_nothing_left(temporary)
 
@@ -359,9 +351,9 @@ STATED = "module 3 < module 2 < module 1"
 )
 def test_a_result_that_contradicts_the_text_is_found(values: tuple[float, ...], order: str, objection: str) -> None:
     figure = {f"module {number}": value for number, value in enumerate(values, 1)}
-    found = find_objection(make_executed(figure, order))
+    found = notebook_files.find_objection(make_executed(figure, order))
     assert objection in found and bool(found) == bool(objection)
-    assert find_objection(make_executed(figure)) == "", "no text states an order"
+    assert notebook_files.find_objection(make_executed(figure)) == "", "no text states an order"
 
 
 @pytest.mark.parametrize("case", ["quiet", "busy before", "busy in between", "contradiction", "error"])
@@ -415,7 +407,7 @@ def test_the_program_that_computes_prints_a_share() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_stored_figure_agrees_with_the_text_beside_it(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    drawn = [metadata for cell in notebook.cells for metadata in read_figures(cell)]
-    if any(ORDER in cell.metadata for cell in notebook.cells):
+    drawn = [metadata for cell in notebook.cells for metadata in notebook_files.read_figures(cell)]
+    if any(notebook_files.ORDER in cell.metadata for cell in notebook.cells):
         assert any("values" in metadata for metadata in drawn), "run make notebooks"
-    assert find_objection(notebook) == ""
+    assert notebook_files.find_objection(notebook) == ""

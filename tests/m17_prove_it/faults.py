@@ -1,8 +1,8 @@
 """The public wrong implementations of module 17: each adds one mistake to a class, without knowing its code.
 
 A fault is a function that returns a subclass. `FAULTS` has them by their sentences. `HARMLESS` has a change of the same
-kind for each part that is no mistake, because otherwise a subclass would tell a wrong implementation. Ranks do not get
-this file: see `blind.py`.
+kind for each part that is no mistake, because otherwise a subclass would tell a wrong implementation. `RIGHT` has
+changes that are seen and right. Ranks do not get this file: see `blind.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,16 @@ def scale(choose: Callable[[int], float]) -> Callable:
         return Wrong
 
     return add_fault
+
+
+def renew_grads(base: Any) -> Any:
+    class Wrong(base):
+        def finish_grad_sync(self) -> None:
+            super().finish_grad_sync()
+            for parameter in trainable(self):
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+
+    return Wrong
 
 
 def ignore_group(base: Any) -> Any:
@@ -98,8 +108,11 @@ class LateHandle:
     def __init__(self, launch: Callable[[], Any]):
         self.launch, self.work = launch, None
 
-    def wait(self) -> None:
+    def start(self) -> None:
         self.work = self.work or self.launch()
+
+    def wait(self) -> None:
+        self.start()
         self.work.wait()
 
 
@@ -155,9 +168,28 @@ def make_swapped() -> Callable:
             return held[0]
         work = ALL_REDUCE(*args, **kwargs)
         if held:
-            late = held.pop()
-            late.work = late.work or late.launch()
+            held.pop().start()
         return work
+
+    return all_reduce
+
+
+def make_late() -> Callable:
+    """Return an all-reduce that is launched when the next one is asked for, or at the end of backward."""
+    held: list[LateHandle] = []
+
+    def start_held() -> None:
+        while held:
+            held.pop().start()
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        start_held()
+        held.append(late := LateHandle(lambda: ALL_REDUCE(*args, **kwargs)))
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(start_held)
+        except RuntimeError:  # outside backward
+            start_held()
+        return late
 
     return all_reduce
 
@@ -315,6 +347,23 @@ def clip_nothing(base: Any) -> Any:
     return Wrong
 
 
+def change_norm(base: Any) -> Any:
+    class Wrong(base):
+        def clip_grad_norm_(self, max_norm: float) -> Any:
+            return super().clip_grad_norm_(max_norm) * (1 + 1e-12)
+
+    return Wrong
+
+
+def reverse_state(base: Any) -> Any:
+    class Wrong(base):
+        def state_dict(self) -> Any:
+            saved = super().state_dict()
+            return {**saved, "state": dict(reversed(saved["state"].items()))}
+
+    return Wrong
+
+
 def load_nothing(base: Any) -> Any:
     class Wrong(base):
         def load_state_dict(self, state_dict: Any) -> None:
@@ -349,6 +398,14 @@ FAULTS = {
     "every rank has state for all parameters": keep_all_state,
     "the norm is right, but nothing is clipped": clip_nothing,
     "a state dict is loaded without its state": load_nothing,
+}
+
+RIGHT = {
+    "each average is rounded in another way": scale(lambda size: 1 + 1e-7),
+    "each average is a new tensor": renew_grads,
+    "every launch is held back until one more gradient is ready": replace_all_reduce(make_late),
+    "the norm is rounded in another way": change_norm,
+    "a state dict has its entries in another order": reverse_state,
 }
 
 HARMLESS = {

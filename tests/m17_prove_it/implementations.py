@@ -1,7 +1,8 @@
 """The right and wrong implementations that module 17 tries a student's pair on.
 
 A wrong one is a public fault (`faults.py`) or, when a submission is graded, a mutant of the module under test
-(`hidden.py`). In the student edition, the right ones are the student's own modules, and there are no mutants.
+(`hidden.py`). In the student edition, the right ones are the student's own modules, as they are and with two right
+changes, and there are no mutants.
 """
 
 from __future__ import annotations
@@ -13,26 +14,7 @@ from brigade.course.checks.course_tests import import_from_tests
 from brigade.course.table.modules import HAS_SOLUTIONS, Module, get_module
 from brigade.course.table.submission import read
 from brigade.ranks.texts import Sources
-from m17_prove_it import blind
-from m17_prove_it.topics import (
-    AVERAGES,
-    BLOCKS,
-    CHECKPOINT,
-    EQUAL,
-    EXCEPTIONS,
-    GROUPS,
-    NESTED,
-    NORM,
-    ORDER,
-    OVERLAP,
-    RULE,
-    START,
-    STATE,
-    STEPS,
-    THREE,
-    UNUSED,
-    WAITS,
-)
+from m17_prove_it import blind, topics
 
 # For each part: the classes under test, by module, and whose mutants are tried.
 UNDER_TEST = {
@@ -47,43 +29,46 @@ UNDER_TEST = {
 PUBLIC: dict[str, dict[int, dict[str, str]]] = {
     "average": {
         1: {
-            "gradients are summed, not averaged": AVERAGES,
-            "the sum over several ranks is divided by 2, whatever their number": THREE,
-            "process_group is ignored": GROUPS,
-            "buffers are not broadcast": START,
+            "gradients are summed, not averaged": topics.AVERAGES,
+            "the sum over several ranks is divided by 2, whatever their number": topics.THREE,
+            "process_group is ignored": topics.GROUPS,
+            "buffers are not broadcast": topics.START,
         },
-        2: {"a parameter that a rank has not used keeps None there": UNUSED},
+        2: {"a parameter that a rank has not used keeps None there": topics.UNUSED},
     },
     "awaited": {
         3: {
-            "no handle is awaited": WAITS,
-            "the last handle is never awaited": WAITS,
-            "only the last handle is awaited": WAITS,
-            "each hook waits for its own launch": OVERLAP,
-            "everything is launched after backward": OVERLAP,
+            "no handle is awaited": topics.WAITS,
+            "the last handle is never awaited": topics.WAITS,
+            "only the last handle is awaited": topics.WAITS,
+            "each hook waits for its own launch": topics.OVERLAP,
+            "everything is launched after backward": topics.OVERLAP,
         }
     },
     "order": {
         4: {
-            "everything is launched after backward": OVERLAP,
-            "odd ranks launch two buckets in the opposite order": ORDER,
-            "every parameter has a bucket of its own": RULE,
-            "a megabyte has a million bytes": RULE,
-            "a parameter that a rank has not used keeps None there": UNUSED,
+            "everything is launched after backward": topics.OVERLAP,
+            "odd ranks launch two buckets in the opposite order": topics.ORDER,
+            "every parameter has a bucket of its own": topics.RULE,
+            "a megabyte has a million bytes": topics.RULE,
+            "a parameter that a rank has not used keeps None there": topics.UNUSED,
         }
     },
     "accumulated": {
-        3: {"no_sync has no effect": BLOCKS, "what was accumulated inside no_sync is lost": BLOCKS},
-        4: {"no_sync does not end after an exception": EXCEPTIONS, "only the first step is averaged": STEPS},
-        5: {"the end of an inner no_sync ends the outer one": NESTED},
+        3: {"no_sync has no effect": topics.BLOCKS, "what was accumulated inside no_sync is lost": topics.BLOCKS},
+        4: {
+            "no_sync does not end after an exception": topics.EXCEPTIONS,
+            "only the first step is averaged": topics.STEPS,
+        },
+        5: {"the end of an inner no_sync ends the outer one": topics.NESTED},
     },
     "sharded": {
         8: {
-            "the last parameter is not gathered": EQUAL,
-            "the optimizer's state is lost in every step": EQUAL,
-            "every rank has state for all parameters": STATE,
-            "the norm is right, but nothing is clipped": NORM,
-            "a state dict is loaded without its state": CHECKPOINT,
+            "the last parameter is not gathered": topics.EQUAL,
+            "the optimizer's state is lost in every step": topics.EQUAL,
+            "every rank has state for all parameters": topics.STATE,
+            "the norm is right, but nothing is clipped": topics.NORM,
+            "a state dict is loaded without its state": topics.CHECKPOINT,
         }
     },
 }
@@ -95,6 +80,17 @@ VARIANTS: dict[str, list[str]] = {
     "order": ["an empty bucket where there are no parameters"],
     "accumulated": [],
     "sharded": [],  # those of module 8 return a norm in another dtype, and a pair may demand fp64 as the skeleton does
+}
+
+
+# The changes of a student's own modules that are right, for lack of the reference's.
+ROUNDED, RENEWED = "each average is rounded in another way", "each average is a new tensor"
+RIGHT: dict[str, tuple[str, str]] = {
+    "average": (ROUNDED, RENEWED),
+    "awaited": ("every launch is held back until one more gradient is ready", RENEWED),
+    "order": (ROUNDED, RENEWED),
+    "accumulated": (ROUNDED, RENEWED),
+    "sharded": ("the norm is rounded in another way", "a state dict has its entries in another order"),
 }
 
 
@@ -111,7 +107,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The files of all modules, of which one may be wrong or right in another way, and a public fault or ""."""
+    """The files of all modules, of which one may be changed, and a public fault, a right change or ""."""
 
     entry: Module
     sentence: str
@@ -132,7 +128,7 @@ def choose(part: str, own: Sources, uses_hidden: bool, rng: Random) -> list[Impl
         candidates += rng.sample(right, rng.randint(1, 3))  # so that nobody knows their number
     chosen = []
     for each in candidates:
-        change = blind.find_change("FAULTS", each.fault) if each.fault else ""
+        change = blind.find_change("FAULTS" if each.topic else "RIGHT", each.fault) if each.fault else ""
         if uses_hidden and not change and rng.random() < 0.5:
             change = blind.find_change("HARMLESS", part)
         name = UNDER_TEST[part][each.entry.number]
@@ -152,6 +148,10 @@ def list_candidates(part: str, own: Sources, uses_hidden: bool) -> list[Candidat
             candidates.append(Candidate(entry, sentence, topic, reference, fault=sentence))
         if HAS_SOLUTIONS:
             candidates += list_others(part, entry, reference, uses_hidden)
+            continue
+        for sentence in RIGHT[part]:
+            named = f"{whose} to module {entry.number}, but {sentence}"
+            candidates.append(Candidate(entry, named, "", reference, fault=sentence))
     return candidates
 
 

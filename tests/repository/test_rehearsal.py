@@ -16,18 +16,6 @@ import pytest
 
 from brigade.course.table.modules import ROOT as COURSE
 from tools import rehearsal
-from tools.rehearsal import (
-    BUSY_PROCESSES,
-    ROWS,
-    STRANGER,
-    Result,
-    Room,
-    end_processes,
-    list_processes,
-    make_table,
-    read_result,
-    start_busy_processes,
-)
 
 MAKEFILE = """
 demo:
@@ -59,7 +47,7 @@ def read_log(course: Path, row: str, command: str = "demo") -> str:
 
 def expect_nothing_left(course: Path) -> None:
     assert list((course / "scratch").iterdir()) == []
-    assert list(list_processes(course / "scratch")) == []
+    assert list(rehearsal.list_processes(course / "scratch")) == []
 
 
 def test_commands_run_in_the_surroundings_and_nothing_is_left(course, capsys):
@@ -71,7 +59,7 @@ def test_commands_run_in_the_surroundings_and_nothing_is_left(course, capsys):
     assert "HOME=/proc/nowhere\n" in read_log(course, "home")
     assert "no git\n" in read_log(course, "zip")
     printed = capsys.readouterr()
-    assert printed.out.count(" passed, ") == 5 and f"| {ROWS['space'].title} | passed" in printed.out
+    assert printed.out.count(" passed, ") == 5 and f"| {rehearsal.ROWS['space'].title} | passed" in printed.out
     assert re.search(r"\b2 of 5\b.*space", printed.err)
     assert (course / "out" / "table.md").read_text() == printed.out
     expect_nothing_left(course)
@@ -81,7 +69,7 @@ def test_a_row_can_have_several_surroundings(course, capsys):
     assert rehearse("umask-027+space+one-core+zip+no-chromium") == 0
     log = read_log(course, "umask-027+space+one-core+zip+no-chromium")
     assert "0027\n" in log and "/Meine Kürse/bucket brigade\n" in log and "no git\n" in log
-    assert f" + {ROWS['space'].title} + {ROWS['one-core'].title} + " in capsys.readouterr().out
+    assert f" + {rehearsal.ROWS['space'].title} + {rehearsal.ROWS['one-core'].title} + " in capsys.readouterr().out
     expect_nothing_left(course)
 
 
@@ -102,13 +90,13 @@ def test_a_command_that_leaves_a_process_fails_and_the_process_is_ended(course, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 def test_busy_processes_run_until_the_row_ends(course):
-    room = Room(course / "scratch" / "row", {})
+    room = rehearsal.Room(course / "scratch" / "row", {})
     with room.cleanup:
-        ROWS["busy"].change(room)
-        start_busy_processes(room)
+        rehearsal.ROWS["busy"].change(room)
+        rehearsal.start_busy_processes(room)
         # A process that has just started may not show its environment yet.
-        hang_guard.wait_until(lambda: len(list(list_processes(room.base))) == BUSY_PROCESSES)
-        assert end_processes(room.base, besides=room.busy) == 0
+        hang_guard.wait_until(lambda: len(list(rehearsal.list_processes(room.base))) == rehearsal.BUSY_PROCESSES)
+        assert rehearsal.end_processes(room.base, besides=room.busy) == 0
     expect_nothing_left(course)
 
 
@@ -135,18 +123,18 @@ def test_surroundings_that_cannot_be_made_are_skipped_with_the_reason(course, mo
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can become another user")
 def test_root_runs_as_a_user_without_an_account():
-    room = Room(Path("/"), dict(os.environ))
-    ROWS["no-account"].change(room)
+    room = rehearsal.Room(Path("/"), dict(os.environ))
+    rehearsal.ROWS["no-account"].change(room)
     process = room.start(["sh", "-c", "id -u; id -G; echo $HOME"], Path("/"), stdout=subprocess.PIPE, text=True)
-    assert hang_guard.communicate(process)[0].split() == [str(STRANGER), str(STRANGER)]
+    assert hang_guard.communicate(process)[0].split() == [str(rehearsal.STRANGER), str(rehearsal.STRANGER)]
 
 
 def test_the_table_has_a_row_for_each_surrounding(snapshot):
     done = {
-        "demo": Result(True, "passed, 1.0 min"),
-        "test": Result(False, "FAILED (status 2): a | b", ["FAILED tests/x"]),
+        "demo": rehearsal.Result(True, "passed, 1.0 min"),
+        "test": rehearsal.Result(False, "FAILED (status 2): a | b", ["FAILED tests/x"]),
     }
-    snapshot("rehearsal", make_table({"home": done, "zip": {}}, ["demo", "test"]))
+    snapshot("rehearsal", rehearsal.make_table({"home": done, "zip": {}}, ["demo", "test"]))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +149,7 @@ def test_the_table_has_a_row_for_each_surrounding(snapshot):
     ],
 )
 def test_the_end_of_a_log_gives_the_counts(status, log, passed, text):
-    result = read_result(status, log)
+    result = rehearsal.read_result(status, log)
     assert (result.passed, result.text) == (passed, text)
 
 
@@ -173,4 +161,4 @@ def test_an_unknown_row_is_refused_in_one_line(capsys):
 
 def test_the_workflow_has_every_row():
     text = (COURSE / ".github" / "workflows" / "rehearsal.yml").read_text()
-    assert re.findall(r"^          - (\S+)$", text, re.MULTILINE) == list(ROWS)
+    assert re.findall(r"^          - (\S+)$", text, re.MULTILINE) == list(rehearsal.ROWS)

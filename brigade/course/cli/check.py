@@ -46,12 +46,18 @@ Outcomes = dict[GradedCheck, Outcome]  # of the previous run
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade check`."""
     parser.add_argument("numbers", nargs="*", metavar="N", help="the numbers of modules (default: all modules)")
-    add_next_arguments(parser)
+    add_run_arguments(parser)
     add(parser, "--watch", "run the checks again whenever you save a module's file")
 
 
 def add_next_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `brigade next`, which control how checks run."""
+    """Add the options of `brigade next`."""
+    add_run_arguments(parser)
+    add(parser, "--from N", "begin with module N, for example with --prior reference", dest="first", default="0")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that control how checks run."""
     add_target(parser)
     add_prior(parser)
     backend = "the backend (default: nccl if there are at least two GPUs, otherwise gloo)"
@@ -353,6 +359,7 @@ def run_next(options: argparse.Namespace) -> int:
         resolve_target("solutions")
     # The core does not build on other modules, so these may be missing.
     entries = [entry for entry in MODULES if entry.is_core or find(Path(options.target), entry)]
+    entries = [entry for entry in entries if entry.number >= get_module(options.first).number]
     now = Snapshot(options.target)
     skipped = [entry for entry in entries if not entry.is_core and not is_begun(entry, now, options.prior)]
     for entry in sorted(entries, key=lambda entry: entry in skipped):
@@ -378,7 +385,8 @@ def run_next(options: argparse.Namespace) -> int:
         console.print(f"→ Module {entry.number}: {entry.title}, {state}{track}")
         console.print(f"  read    {shorten(entry.lesson / 'README.md')}  ({entry.minutes} minutes for the module)")
         console.print(f"  edit    {shorten(find(Path(options.target), entry))}")
-        console.print(f"  check   brigade check {entry.number}{format_target(Path(options.target))} --watch")
+        prior = " --prior reference" if options.prior == "reference" else ""
+        console.print(f"  check   brigade check {entry.number}{format_target(Path(options.target))}{prior} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
         for message in render.list_messages(outcomes)[:1]:
             console.print(f"\n  {message.outcomes[0].check.number}  {message.outcomes[0].check.title}", markup=False)
