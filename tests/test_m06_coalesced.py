@@ -56,7 +56,7 @@ def make_job(buckets_per_group=1, **arguments):
     return {"package": "m06_coalesced", "wrapper": "CoalescedDDP", "arguments": arguments}
 
 
-@pytest.mark.parts("Part (d): coalesce")
+@pytest.mark.parts("Parts (a) to (d): the two halves of an all-reduce")
 @pytest.mark.points(1)
 def test_coalesce_is_one_launch(submission):
     """The collectives in a coalesce block become one launch when the block ends, and handle.wait() completes them."""
@@ -140,7 +140,6 @@ def test_coalesce_refuses_mixtures(submission):
         list_launches(results, rank, None).are_so_many(what, 2 * len(blocks) + 4)
 
 
-@pytest.mark.parts("Parts (a) to (d): the two halves of an all-reduce")
 @pytest.mark.points(2)
 def test_bucket_group(submission):
     """A BucketGroup averages this rank's shards of its buckets in one launch, and gathers parameters in another."""

@@ -44,14 +44,14 @@ class FullyShardedDDP(UnitHooks):
         "compute" waits for the unit's weights. This rank skips the units in between: it gathers, awaits, frees and
         reduces them as the other ranks do.
         """
-        # Leaving a unit performs all actions before the next "compute", which is then the first action that is left.
+        # After `leave`, the first action that remains is the next "compute".
         # TODO: part (g)
         raise NotImplementedError("module 11, part (g)")
 
     def leave(self, unit: int | None) -> None:
         """If `unit` is the current unit, free it, then perform the actions before the next "compute".
 
-        During forward, do not free weights that the corresponding backward uses without gathering them again.
+        A forward keeps the weights that its backward uses without another gather.
         """
         # TODO: part (h)
         raise NotImplementedError("module 11, part (h)")
