@@ -116,14 +116,14 @@ class LateHandle:
         self.work.wait()
 
 
-def replace_all_reduce(make: Callable[[], Callable]) -> Callable:
+def replace_all_reduce(make: Callable[[Any], Callable]) -> Callable:
     """Return a fault that calls another function instead of `dist.all_reduce`, from forward to the end of the step."""
 
     def add_fault(base: Any) -> Any:
         class Wrong(base):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 if torch.is_grad_enabled() and dist.all_reduce is ALL_REDUCE:
-                    dist.all_reduce = make()
+                    dist.all_reduce = make(self)
                 return super().forward(*args, **kwargs)
 
             def finish_grad_sync(self) -> None:
@@ -140,14 +140,14 @@ def replace_all_reduce(make: Callable[[], Callable]) -> Callable:
 def wait_for(is_awaited: Callable[[list[Any], Any], bool]) -> Callable:
     """Return a fault that waits only for some of the launches."""
 
-    def make() -> Callable:
+    def make(_: Any) -> Callable:
         launched: list[Any] = []
         return lambda *args, **kwargs: Handle(ALL_REDUCE(*args, **kwargs), launched, is_awaited)
 
     return replace_all_reduce(make)
 
 
-def make_waiting() -> Callable:
+def make_waiting(_: Any) -> Callable:
     """Return an all-reduce that waits at once."""
 
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def make_waiting() -> Callable:
     return all_reduce
 
 
-def make_swapped() -> Callable:
+def make_swapped(_: Any) -> Callable:
     """Return an all-reduce that, on ranks with odd numbers, launches the second of two calls first."""
     held: list[LateHandle] = []
 
@@ -174,22 +174,16 @@ def make_swapped() -> Callable:
     return all_reduce
 
 
-def make_late() -> Callable:
-    """Return an all-reduce that is launched when the next one is asked for, or at the end of backward."""
-    held: list[LateHandle] = []
-
-    def start_held() -> None:
-        while held:
-            held.pop().start()
+def make_late(wrapper: Any) -> Callable:
+    """Return an all-reduce that is launched when the next one is asked for, except the last of a step."""
+    calls: list[LateHandle] = []
 
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        start_held()
-        held.append(late := LateHandle(lambda: ALL_REDUCE(*args, **kwargs)))
-        try:
-            torch.autograd.Variable._execution_engine.queue_callback(start_held)
-        except RuntimeError:  # outside backward
-            start_held()
-        return late
+        calls.append(LateHandle(lambda: ALL_REDUCE(*args, **kwargs)))
+        is_last = len(calls) == len(trainable(wrapper)) or not kwargs.get("async_op")
+        for call in calls if is_last else calls[:-1]:
+            call.start()
+        return calls[-1]
 
     return all_reduce
 
@@ -410,7 +404,7 @@ RIGHT = {
 
 HARMLESS = {
     "average": scale(lambda size: 1),
-    "awaited": replace_all_reduce(lambda: ALL_REDUCE),
+    "awaited": replace_all_reduce(lambda _: ALL_REDUCE),
     "order": change_cap(lambda cap: cap),
     "accumulated": end_blocks(lambda module: module.parameters()),
     "sharded": begin_steps(lambda state: state.items()),
