@@ -46,18 +46,13 @@ Outcomes = dict[GradedCheck, Outcome]  # of the previous run
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade check`."""
     parser.add_argument("numbers", nargs="*", metavar="N", help="the numbers of modules (default: all modules)")
-    add_run_arguments(parser)
+    add_next_arguments(parser)
     add(parser, "--watch", "run the checks again whenever you save a module's file")
 
 
 def add_next_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `brigade next`."""
-    add_run_arguments(parser)
-    add(parser, "--from N", "begin with module N, for example with --prior reference", dest="first", default="0")
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that control how checks run."""
+    """Add the options of `brigade next`, which control how checks run."""
+    add(parser, "--from N", "begin with module N (default: 0)", dest="first", type=get_module, default=MODULES[0])
     add_target(parser)
     add_prior(parser)
     backend = "the backend (default: nccl if there are at least two GPUs, otherwise gloo)"
@@ -104,10 +99,8 @@ def select(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
     if not selected:
         names = ", ".join(check.name.removeprefix("test_") for check in checks)
         parts = ", ".join(sorted({find_last_part(check.parts) for check in checks} - {""})) or "none"
-        raise UserError(
-            f"module {checks[0].module} has no such check. --only can select {names}; --until can select these parts: "
-            f"{parts}"
-        )
+        what = f"--only can select {names}; --until can select these parts: {parts}"
+        raise UserError(f"module {checks[0].module} has no such check. {what}")
     return selected
 
 
@@ -131,7 +124,7 @@ def run_check(options: argparse.Namespace) -> int:
     start_server()  # imports torch in the meantime
     if options.backend == "nccl":
         machine.make_nccl_environments(2, options.share_gpu)
-    entries = [get_module(number) for number in options.numbers] or list(MODULES)
+    entries = [get_module(number) for number in options.numbers] or list(MODULES[options.first.number :])
     if options.debug:
         if len(entries) > 1:
             raise UserError("--debug needs the number of one module, as in `brigade check 3 --debug`")
@@ -358,8 +351,7 @@ def run_next(options: argparse.Namespace) -> int:
     if options.prior == "reference":
         resolve_target("solutions")
     # The core does not build on other modules, so these may be missing.
-    entries = [entry for entry in MODULES if entry.is_core or find(Path(options.target), entry)]
-    entries = [entry for entry in entries if entry.number >= get_module(options.first).number]
+    entries = [entry for entry in MODULES[options.first.number :] if entry.is_core or find(Path(options.target), entry)]
     now = Snapshot(options.target)
     skipped = [entry for entry in entries if not entry.is_core and not is_begun(entry, now, options.prior)]
     for entry in sorted(entries, key=lambda entry: entry in skipped):
