@@ -34,7 +34,7 @@ class NaiveDDP(Wrapper):
     backward passes. Afterwards, every `p.grad` is the average over the group: what one process would compute on the
     whole batch, if the loss is a mean and every rank has equally many examples.
 
-    The docstring of `Wrapper` (`refusals.py`) says what else holds, for this wrapper and for those of all later modules.
+    The docstring of `Wrapper` (`refusals.py`) says what else holds, for this wrapper and for those of later modules.
     Read it once: checks test that, too.
     """
 

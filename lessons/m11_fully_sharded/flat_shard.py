@@ -1,7 +1,4 @@
-"""A flat shard: this rank's part of one unit's weights, and the full weights while they are needed.
-
-Autograd keeps views of the full weights, so their memory is freed by resizing their storage to 0 bytes.
-"""
+"""A flat shard: this rank's part of one unit's weights, and the full weights while they are needed."""
 
 from __future__ import annotations
 
@@ -25,9 +22,10 @@ class FlatShard:
 
     `full`, of shape (numel,), has the layout of module 5 with a single bucket. The parameters are views of `full`.
     Rank r keeps part r of N equal parts in `shard`, of shape (numel / N,). The optimizer steps on `shard`. `full` has
-    memory only between `unshard` and `reshard`. Autograd saves views of `full`, so its storage is resized but never
-    replaced. `full` and the parameters have the dtype `compute_dtype` (default: as before). `shard` and its gradient
-    keep the parameters' original dtype. Gradients are averaged in `reduce_dtype` (default: the original dtype).
+    memory only between `unshard` and `reshard`. Autograd saves views of `full`, so its storage is resized, to 0 bytes
+    and back, but never replaced. `full` and the parameters have the dtype `compute_dtype` (default: as before). `shard`
+    and its gradient keep the parameters' original dtype. Gradients are averaged in `reduce_dtype` (default: the
+    original dtype).
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup, compute_dtype: DType, reduce_dtype: DType):
@@ -41,9 +39,8 @@ class FlatShard:
         full = self.flatten([p.data for p in self.params])  # in the parameters' dtype
         self.reduce_dtype = reduce_dtype or full.dtype
         compute_dtype = compute_dtype if full.is_floating_point() else None  # frozen integers keep their dtype
-        # Afterwards, `shard` is a copy of this rank's part of `full`, and trainable if the parameters are. `self.full`
-        # is `full` in `compute_dtype`, if one is given. Each parameter.data is its view of `self.full`, which has no
-        # memory.
+        # Afterwards, `shard` is a copy of this rank's part of `full`, trainable if the parameters are. `self.full` has
+        # the dtype `compute_dtype`, if one is given. Each parameter.data is its view, and it has no memory.
         # TODO: part (c)
         raise NotImplementedError("module 11, part (c)")
         if self.shard.requires_grad:
