@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from brigade.ranks.borders import draw_halved
 from brigade.ranks.events import OPPOSITES, Event
-from brigade.ranks.ipc.wire import DTYPES
+from brigade.ranks.ipc.wire import DTYPES, decode_json
 from brigade.ranks.progress import RankRecord
 from brigade.ranks.runner.witness import Refused
 
@@ -207,7 +206,7 @@ class Switch:
         size = int.from_bytes(message[:4], "little")
         if size > min(HEADER_LIMIT, len(message) - 4):
             raise ValueError("its header is too long")
-        header = json.loads(message[4 : 4 + size], parse_int=lambda digits: int(digits[:20]))
+        header = decode_json(message[4 : 4 + size].decode())
         sizes, receives, splits, tag = (header[name] for name in ("sizes", "receives", "splits", "tag"))
         if any(type(each) is not list or len(each) > MOST_PARTS for each in (sizes, receives, splits)):
             raise ValueError("its sizes are not lists, or it has too many parts")

@@ -32,6 +32,8 @@ from brigade.ranks.rank.memory import list_tensors, uncounted
 from brigade.ranks.rank.recorder import Recorder
 from brigade.ranks.rank.recording_group import METHODS, RecordedWork, RecordingGroup, find_options
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
 
 class FreedTensorError(RuntimeError):
     """The memory of a tensor was freed while a collective used it."""
@@ -245,8 +247,11 @@ def read_version(tensor: torch.Tensor) -> int:
 
 
 def has_changed(now: torch.Tensor, then: torch.Tensor, then_version: int) -> bool:
-    """Return whether the tensor has been written to. NaN counts as equal to NaN; only the version reveals NaN / 2."""
-    value = now.detach()
-    if read_version(now) != then_version:
-        return True
-    return not (torch.equal(value, then) or bool(((value == then) | ((value != value) & (then != then))).all()))
+    """Return whether the tensor has been written to. Its bits are compared, and only its version reveals NaN / 2."""
+    return read_version(now) != then_version or not torch.equal(view_bits(now.detach()), view_bits(then))
+
+
+def view_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's memory as integers, so that NaN is equal to itself."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.view(INTEGERS[real.element_size()])
