@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from brigade.course.cli.commands import load_tables
 from brigade.course.cli.errors import run_safely
@@ -68,13 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_safely(run)
 
 
-def program() -> None:
-    """Run `main` as the command `brigade`, then exit."""
-    leave(main())
-
-
-def leave(status: int) -> None:
-    """Exit without unloading torch, which would take a second."""
+def program(command: Callable[[], int] = main) -> None:
+    """Run `main` as the command `brigade`, or another one, then exit without unloading torch, which takes a second."""
+    status = command()
     ranks.SERVER.close()
     with contextlib.suppress(OSError):  # the reader has closed the pipe
         sys.stdout.flush()

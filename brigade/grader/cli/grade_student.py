@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from brigade.course.checks.run import prepare
 from brigade.course.cli.errors import run_safely
-from brigade.course.cli.main import leave
+from brigade.course.cli.main import program
 from brigade.course.table import listing
 from brigade.course.table.modules import MODULES, Module, get_module
 from brigade.course.table.submission import find
@@ -130,4 +130,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, args=[int(sys.argv[1])], daemon=True).start()
-    leave(run_safely(main))
+    program(lambda: run_safely(main))
