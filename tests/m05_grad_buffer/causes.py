@@ -32,7 +32,11 @@ MAIN_GRAD_AS_GRAD = (
     "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Keep the view in p.main_grad. "
     "Only finish_accumulation sets p.grad, to a rounded copy."
 )
-SYMPTOMS = [Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, MAIN_GRAD_AS_GRAD, file="main_grad")]
+LOST_VIEW = "p.grad is not its view. The wrapper did not restore the view after zero_grad, or it replaced it later."
+SYMPTOMS = [  # no scenario clears a gradient between backward and the finish
+    Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, MAIN_GRAD_AS_GRAD, file="main_grad"),
+    Symptom("lost view", "RuntimeError", "^a gradient was cleared", LOST_VIEW, file="def require_same_gradients"),
+]
 
 
 def explain_place(name, when):
