@@ -114,8 +114,8 @@ class Wrapper(nn.Module):
         self.module = module
         self.process_group = process_group
         self.trainable = find_trainable(module)
-        self.ready: set[nn.Parameter] = set()  # those with a gradient in this backward, if they have a hook
-        self.were_ready: set[nn.Parameter] = set()  # the same of the last backward
+        self.in_backward: set[nn.Parameter] = set()  # those with a gradient so far, if they have a hook
+        self.in_last_backward: set[nn.Parameter] = set()  # the same of the last backward
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -137,7 +137,7 @@ class Wrapper(nn.Module):
                 return
             if parameter.grad is None:
                 raise RuntimeError(CLEARED)
-            self.ready.add(parameter)
+            self.in_backward.add(parameter)
             hook(parameter)
 
         node = get_gradient_edge(parameter).node  # it adds to parameter.grad, then calls the post-accumulate hooks
@@ -152,14 +152,14 @@ class Wrapper(nn.Module):
         """
 
         def launch() -> None:
-            is_skipped = len(self.ready) < len(self.__dict__.get("grad_nodes", ()))
-            self.were_ready, self.ready = self.ready, set()
+            is_skipped = len(self.in_backward) < len(self.__dict__.get("grad_nodes", ()))
+            self.in_last_backward, self.in_backward = self.in_backward, set()
             if is_skipped and self.queue.num_pending != self.queue.num_grads:
                 self.queue.launch_remaining()
                 self.queue.num_pending = [0] * len(self.queue.num_pending)  # so that a second backward is refused
 
         def watch(_: nn.Module, args: tuple, output: Any) -> None:
-            self.ready.clear()  # an exception may have ended the last backward
+            self.in_backward.clear()  # an exception may have ended the last backward
             call_in_backward(find_tensors(output), functools.partial(queue_callback, launch))
 
         self.register_forward_hook(watch)

@@ -154,7 +154,7 @@ class BucketedDDP(GradSyncMixin, Wrapper):
         Raise RuntimeError if a gradient was cleared after its launch.
         """
         self.require_same_parameters()
-        launched, ready = self.buckets[: self.queue.next_to_launch], self.ready | self.were_ready
+        launched, ready = self.buckets[: self.queue.next_to_launch], self.in_backward | self.in_last_backward
         if any(p.grad is None and p in ready for bucket in launched for p in bucket.parameters):
             raise RuntimeError(CLEARED)
         ### BEGIN SOLUTION part (h)
