@@ -147,6 +147,9 @@ def test_its_site_names_only_its_own_pages(edition):
     targets = re.findall(r"^(?:.*<|:link: |)(\.\./[\w/*]+)>?$", text, re.MULTILINE)
     assert len(targets) > 5
     assert [target for target in targets if not list((edition / "site").glob(f"{target}.*"))] == []
+    listed = re.findall(r"^[\w/*-]+$", (edition / "site" / "index.md").read_text(), re.MULTILINE)
+    pages = {path.relative_to(edition / "site").with_suffix("") for path in (edition / "site").rglob("*.md")}
+    assert [page for page in pages - {Path("index")} if not any(map(page.match, listed))] == [], "in no toctree"
 
 
 def test_a_right_answer_passes_and_is_handed_in_and_reset(edition, written):
