@@ -133,7 +133,7 @@ def shrink_scripts(app: Sphinx, error: Exception | None) -> None:
     """Remove comments and indentation from the site's own scripts, of which no text has several lines."""
     for path in (SITE / "_static").glob("*.js") if error is None else ():
         text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-        lines = [line.strip() for line in text.splitlines()]
+        lines = [re.sub(r"(?<=[;,{]) // .*", "", line.strip()) for line in text.splitlines()]
         kept = "\n".join(line for line in lines if line and not line.startswith("//"))
         Path(app.outdir, "_static", path.name).write_text(kept)
 

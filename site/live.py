@@ -14,6 +14,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
+from brigade.lab.notebook import render_step
+
 
 class Figure(NamedTuple):
     """A figure at the end of a section: its attribute for the scripts, the section's heading, and what to try."""
@@ -70,30 +72,6 @@ FIGURES = {
         )
     ],
 }
-
-# What to try with the recorded steps of a chapter.
-TIMELINES = {
-    "m01_naive_ddp": "make the link 16 times as fast. What is still exposed, and why?",
-    "m02_flat_ddp": "step through module 1 and through module 2, and count the launches. Which of them suffers more "
-    "from a slow link?",
-    "m03_overlapped_ddp": "make the link slower until module 3 exposes as much as module 2. What limits the step then?",
-    "m04_bucketed_ddp": "compare buckets of 0.25, 1 and 4 MiB on a slow and on a fast link. When is one large bucket "
-    "the worst?",
-    "m05_grad_buffer": "step back from the end. Which wait is the last one, and when was its bucket launched?",
-    "m06_coalesced": "step through the first bucket. When is its reduce-scatter complete, and what waits for it?",
-    "m07_cached_shards": "compare modules 6 and 7 at every speed of the link. Does the cache change the waits?",
-    "m08_zero_optimizer": "find the optimizer's step. Which collectives come before it, and which come after?",
-    "m09_prefetched_weights": "slow the link down. When does forward have to wait for a second group of weights?",
-    "m10_grad_shards": "compare the collectives of module 8 and of this module. Which ones can a faster link hide?",
-    "m11_fully_sharded": "compare prefetch 0, 1 and 2 on a slow and on a fast link. When does prefetch 2 help?",
-}
-
-
-INTRODUCTION = """<p><strong>Other runs of this step.</strong> <em>Recorded</em> chooses a run that was measured.
-<em>Computed</em> keeps what each rank did in this run, and computes transfers and waits for another link.</p>"""
-
-
-BUSY = "Other programs used the cores during these runs: compare what happens when, not the lengths."
 
 
 class Prediction(NamedTuple):
@@ -197,11 +175,12 @@ SCRIPTS = {
 
 
 def add_measurements(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Give the cost model the measured all-reduces of docs/published.tsv: lists of bytes, ranks and ms."""
+    """Give the figures what was measured: the all-reduces of docs/published.tsv, and the runs of planned.json."""
     if docname == "site/explore":
         with Path(app.srcdir, "docs", "published.tsv").open(newline="") as file:
             rows = [row for row in csv.DictReader(file, delimiter="\t") if row["subject"] == "all_reduce"]
         source[0] = source[0].replace(">[]<", f">{json.dumps([*map(read_measurement, rows)])}<")
+        source[0] = source[0].replace(">{}<", f">{Path(app.srcdir, 'site', 'planned.json').read_text()}<")
 
 
 def read_measurement(row: dict[str, str]) -> tuple[int, int, float]:
@@ -227,26 +206,20 @@ def add_to_chapter(app: Sphinx, doctree: nodes.document) -> None:
     if path.name != "README.md" or path.parent.parent.name != "lessons":
         return
     missing = [*add_figures(doctree, chapter), *add_predictions(doctree, chapter)]
-    if (stored := path.parent / "pictures" / "timeline.json").exists():
-        add_timeline(doctree, json.loads(stored.read_text()), TIMELINES[chapter])
+    for image in doctree.findall(nodes.image):  # below the picture of a real step
+        if image["uri"].endswith("timeline.png"):
+            figure = nodes.raw("", render_step(path.parent, "timeline"), format="html")
+            section = image.parent.parent
+            place = section.index(image.parent) + 1
+            place += isinstance(section[place], nodes.paragraph)  # it is about the picture
+            section.insert(place, figure)
     for text in missing:
         logging.getLogger(__name__).warning(f"{chapter} does not contain {text!r}, which site/live.py names")
 
 
-def make_box(attributes: str, *content: str) -> nodes.raw:
+def make_box(attributes: str, content: str = "") -> nodes.raw:
     """Return a figure that is hidden until its script fills it."""
-    return nodes.raw("", f'<div class="explorer" {attributes} hidden>{"".join(content)}</div>', format="html")
-
-
-def add_timeline(doctree: nodes.document, stored: dict[str, Any], sentence: str) -> None:
-    """Add the live figure below the picture of a real step."""
-    for image in doctree.findall(nodes.image):
-        if image["uri"].endswith("timeline.png"):
-            data = f'<script type="application/json">{json.dumps(stored["runs"], separators=(",", ":"))}</script>'
-            warning = f"<p><strong>{BUSY}</strong></p>" if stored["warning"] else ""
-            text = f"{INTRODUCTION}{warning}<p><em>Try:</em> {html.escape(sentence)}</p>"
-            box = make_box("data-timeline", text, data)
-            image.parent.parent.insert(image.parent.parent.index(image.parent) + 1, box)
+    return nodes.raw("", f'<div class="explorer" {attributes} hidden>{content}</div>', format="html")
 
 
 def add_figures(doctree: nodes.document, chapter: str) -> Iterator[str]:

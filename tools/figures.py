@@ -31,7 +31,8 @@ from lessons.m07_cached_shards.measure.views import make_getters, measure_us
 from lessons.m08_zero_optimizer.measure import memory
 from lessons.m16_half_bytes.measure import wire
 from tools.for_modules import run_for_modules
-from tools.live_timelines import record_runs
+from tools.live_timelines import record_runs, store_live_steps
+from tools.notebook_files import list_notebooks
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
 VIEW_NUMEL = 1_000_000  # the time does not depend on it
@@ -81,6 +82,7 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
     pictures = {entry.lesson / "pictures" / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
     if "timeline" in drawings:
         pictures[entry.lesson / "pictures" / "timeline.json"] = partial(store_runs, entry)
+        pictures[list_notebooks(str(entry.number))[0]] = store_live_steps
     return pictures
 
 
@@ -95,15 +97,17 @@ def draw_steps(modules: Sequence[Module], path: Path) -> str:
 
 
 def store_runs(entry: Module, path: Path) -> str:
-    """Store the runs of the module's live figure. Return their names.
+    """Store the runs of the module's live figure. Return their names. The sentence about them is a person's, and stays.
 
     Raise Doubtful instead of replacing runs of a quiet machine by those of a busy one. The figure shows the warning.
     """
     runs, verdict = record_runs(entry)
-    if verdict.warning and path.exists() and not json.loads(path.read_text())["warning"]:
+    stored = json.loads(path.read_text()) if path.exists() else {"sentence": "", "warning": verdict.warning}
+    if verdict.warning and not stored["warning"]:
         raise Doubtful(verdict.sentence)
     lines = ",\n".join(json.dumps(run, separators=(",", ":")) for run in runs)
-    path.write_text(f'{{"warning": {json.dumps(verdict.warning)}, "runs": [\n{lines}\n]}}\n')
+    sentence, warning = map(json.dumps, (stored["sentence"], verdict.warning))
+    path.write_text(f'{{"sentence": {sentence},\n"warning": {warning}, "runs": [\n{lines}\n]}}\n')
     return "; ".join(run["name"] for run in runs)
 
 

@@ -2,6 +2,7 @@
 
     runs = record_runs(get_module(4))       a few steps, as `brigade trace` measures them
     replay(runs[0], speed=0.5)              the first one, if each collective took twice as long
+    python -m tools.live_timelines          give the notebooks the figures with the scripts and runs of today
 
 A step is stored as what each rank did, without its waits, so that the waits can be computed for any speed of the link.
 `site/_static/timeline_model.js` contains the same `replay`. All times are whole microseconds, or follow from these.
@@ -9,19 +10,26 @@ A step is stored as what each rank did, without its waits, so that the waits can
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
+
+import nbformat
 
 from brigade.course.table.modules import CORE_MODULES, Module
 from brigade.lab.ladder import Variant, get_variant, scale_batch, set_bucket_size
 from brigade.lab.noise import Verdict
+from brigade.lab.notebook import LiveStep
 from brigade.lab.timeline import WORKLOAD, Collective, Timeline, convert_to_us, trace
+from tools.notebook_files import list_notebooks
 
 Run = dict[str, Any]
 BUCKETS_MIB = (0.25, 1.0, 4.0)
 MORE_RANKS = 3, 4
+LIVE_STEP = re.compile(r"^LiveStep\((\d+)\)$", re.MULTILINE)  # in the cell of a notebook
 
 
 def list_recorded(entry: Module) -> list[tuple[str, Variant, int]]:
@@ -162,3 +170,17 @@ def replay(run: Run, speed: float) -> dict[str, Any]:
         "exposed": exposed,
         "end": end,
     }
+
+
+def store_live_steps(notebook: Path) -> None:
+    """Store the outputs of `LiveStep` in a notebook again. They need no other cell."""
+    content = nbformat.read(notebook, as_version=4)
+    for cell in content.cells:
+        if found := LIVE_STEP.search(cell.source):
+            cell.outputs[0].data["text/html"] = LiveStep(int(found[1]))._repr_html_()
+    nbformat.write(content, notebook)
+
+
+if __name__ == "__main__":
+    for path in list_notebooks():
+        store_live_steps(path)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import html
+import json
 import linecache
 import pickle
 import re
@@ -22,7 +24,8 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.course.table.skeletons import BEGIN, END
@@ -215,3 +218,21 @@ def show(number: int, name: str) -> Markdown:
     head = next(i for i in range(node.lineno - 1, len(lines)) if lines[i].endswith(":"))
     selected = [*lines[node.lineno - 1 : head + 1], *lines[begin + 1 : end]]
     return Markdown("\n".join(["```python", textwrap.dedent("\n".join(selected)), "```"]))
+
+
+class LiveStep(NamedTuple):
+    """The live figure of a module's real step, as on the course's site. It is a page of its own and loads nothing."""
+
+    number: int
+
+    def _repr_html_(self) -> str:
+        page = html.escape(render_step(get_module(self.number).lesson, "frame")).replace("\n", "&#10;")
+        return f'<iframe srcdoc="{page}" title="A live figure" style="width: 100%; border: 0"></iframe>'
+
+
+def render_step(lesson: Path, template: str) -> str:
+    """Return the live figure of a lesson's real step, filled into a template of the site."""
+    from jinja2 import Environment, FileSystemLoader
+
+    site = Environment(loader=FileSystemLoader([ROOT / "site", ROOT / "site" / "_static"]), autoescape=True)
+    return site.get_template(f"{template}.html.j2").render(json.loads((lesson / "pictures/timeline.json").read_text()))

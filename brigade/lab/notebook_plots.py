@@ -280,14 +280,8 @@ def draw_layouts(layouts: Mapping[int, Layout]) -> LargeFigure:
 def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) -> LargeFigure:
     """Draw the events "gradient" and "launched" of each rank in a phase, in order. Both have the field `bucket`."""
     kinds = {"gradient": "plain", "launched": "moving"}
-    rows = {
-        f"rank {rank}": [
-            (event["bucket"], kinds[event["kind"]])
-            for event in events
-            if event["phase"] == phase and event["kind"] in kinds
-        ]
-        for rank, events in enumerate(events_of_ranks)
-    }
+    ranks = [[one for one in own if one["phase"] == phase and one["kind"] in kinds] for own in events_of_ranks]
+    rows = {f"rank {i}": [(one["bucket"], kinds[one["kind"]]) for one in own] for i, own in enumerate(ranks)}
     columns = [""] * max(map(len, rows.values()))
     meanings = {"plain": "a gradient of this bucket is ready", "moving": "the bucket is launched"}
     return draw_grid(rows, title=phase, columns=columns, xlabel="events in backward, in order", meanings=meanings)

@@ -112,11 +112,6 @@ def format_size(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 
-def format_range(low: float, high: float, digits: int) -> str:
-    """Return a range as text."""
-    return f"{low:,.{digits}f}-{high:,.{digits}f}"
-
-
 def make_plan_table(
     steps: Sequence[PlannedStep], title: str, has_nodes: bool, bounds: Sequence[tuple[float, float]] = ()
 ) -> Table:
@@ -135,12 +130,13 @@ def make_plan_table(
     sizes = ["inside", "between", "memory"] if has_nodes else ["sent", "memory"]
     headings += [*(["launches"] if not has_nodes else []), *(f"{what}\n{size_unit}" for what in sizes)]
     table = make_empty_table(title, "variant", headings)
+    of_range = 1 if digits > 1 else 0
     for step, (low_s, high_s) in zip(steps, bounds or [(0.0, 0.0)] * len(steps), strict=True):
         sent = [step.sent_bytes - step.outer_bytes, step.outer_bytes] if has_nodes else [step.sent_bytes]
         table.add_row(
             step.label,
             f"{step.step_s / seconds:,.{digits}f}",
-            *([format_range(low_s / seconds, high_s / seconds, 1 if digits > 1 else 0)] if bounds else []),
+            *([f"{low_s / seconds:,.{of_range}f}-{high_s / seconds:,.{of_range}f}"] if bounds else []),
             f"{step.step_s / torch_s:.2f}",
             f"{step.exposed_s / seconds:,.{digits}f}",
             *([f"{len(step.program.launches):,}"] if not has_nodes else []),

@@ -51,11 +51,8 @@ def format_exposed(ladder: Ladder, one: Measurement, digits: int) -> str:
 def make_time_table(ladder: Ladder) -> Table:
     """Return a table of step times, with a row for each variant, and the verdict on the machine below it."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms")
-    buckets = (
-        ""
-        if any(one.bucket_mb is not None for one in ladder.variants)
-        else f"; buckets of {ladder.workload.bucket_mb:g} MiB"
-    )
+    is_swept = any(one.bucket_mb is not None for one in ladder.variants)
+    buckets = "" if is_swept else f"; buckets of {ladder.workload.bucket_mb:g} MiB"
     table = make_empty_table(f"Step time: {describe_ranks(ladder)}{buckets}", "variant", headings)
     for one in ladder.variants:
         ratio = compute_spread(ladder.compute_ratios(one))

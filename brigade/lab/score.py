@@ -31,6 +31,7 @@ BUCKET_MB, TOKENS = 25.0, 4096  # MiB; tokens per rank and step
 H100 = DEVICES["h100"]
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "all_to_all")
 VERIFY_S = 120.0  # the deadline of the real ranks, whose model has 9 thousand parameters
+HEAD = ["| entry | exposed ms | step ms | MB sent | MB at the peak |", "|---|---|---|---|---|"]
 SMALL = Setting(Shape(16, 24, 3, 2, 32, 32).make_groups(), world_size=2, bucket_mb=0.01)
 
 
@@ -151,14 +152,7 @@ def format_rows(rows: dict[str, list[PlannedStep]]) -> list[str]:
     lines = []
     for place, problem in enumerate(PROBLEMS):
         steps = sorted((steps[place] for steps in rows.values()), key=lambda step: (step.exposed_s, step.label))
-        lines += [
-            f"{problem.name}: {problem.model}",
-            "",
-            "| entry | exposed ms | step ms | MB sent | MB at the peak |",
-            "|---|---|---|---|---|",
-            *map(format_row, steps),
-            "",
-        ]
+        lines += [f"{problem.name}: {problem.model}", "", *HEAD, *map(format_row, steps), ""]
     return lines[:-1]
 
 

@@ -14,9 +14,8 @@ from brigade.lab.ladder import PHASES
 from brigade.lab.plots import COLOURS, NAMES
 from brigade.lab.timeline import EXPOSED, Timeline
 
-STYLES: dict[str, dict[str, Any]] = {
-    kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()
-}
+Style = dict[str, Any]
+STYLES: dict[str, Style] = {kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()}
 STYLES |= {
     "wait": {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"},
     "exposed": {"facecolor": "#d55e00"},
@@ -27,7 +26,6 @@ STYLES |= {
     "reduce": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "\\\\\\\\"},
     "broadcast": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "xxx"},
 }
-Style = dict[str, Any]
 OTHER: Style = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}  # of other collectives
 BACKWARD_END: Style = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
 LAUNCHED: Style = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
@@ -39,17 +37,13 @@ def compute_height(timeline: Timeline) -> float:
     return LANES * timeline.world_size - 0.35
 
 
-def name_kind(kind: str) -> str:
-    """Return the name of a kind of block, for the legend."""
-    return NAMES.get(kind, kind.replace("_", "-"))
-
-
 def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Return the legend's entries for everything that the timelines contain."""
     ops = {collective.kind for timeline in timelines for collective in timeline.launched}
 
     def make_patch(kind: str) -> Patch:
-        return Patch(**STYLES.get(kind, OTHER), linewidth=0.4 if kind in COLOURS else None, label=name_kind(kind))
+        label = NAMES.get(kind, kind.replace("_", "-"))
+        return Patch(**STYLES.get(kind, OTHER), linewidth=0.4 if kind in COLOURS else None, label=label)
 
     handles: list[Artist] = [make_patch(kind) for kind in (*PHASES, "wait", "exposed")]
     handles += [Line2D([], [], **BACKWARD_END, label="end of backward"), Line2D([], [], **LAUNCHED, label="launch")]

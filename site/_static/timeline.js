@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const {make, showNumbers, addControls, readAddress, writeAddress, Figure, COLOURS, LANE, formatMs, formatMB} = widgets;
+  const {make, showNumbers, addControls, readAddress, writeAddress, makeTable, foldTable, Figure, COLOURS, LANE, formatMs, formatMB} = widgets;
   const PHASES = ["forward", "backward", "finish", "step"]; // COLOURS has these names
   const SPEEDS = [0.25, 0.5, 1, 2, 4, 16];
   const ROW = 104; // the height of a rank
@@ -42,7 +42,6 @@
     const short = run.collectives.map(([op], index) => run.collectives.slice(0, index).filter((other) => other[0] === op).length);
     run.ranks.forEach((_, rank) => {
       const top = ROW * rank;
-      figure.write(2, top + 13, `rank ${rank} computes (hatched: waits), and its collectives`);
       const waits = step.waits[rank].filter(([start, end]) => end - start > SHORT_US);
       step.phases[rank].forEach((end, phase, ends) => {
         const start = phase ? ends[phase - 1] : run.starts[rank];
@@ -50,36 +49,40 @@
         figure.block(top + 18, us(start), us(end), COLOURS[PHASES[phase]], isPlain ? PHASES[phase] : "");
       });
       for (const [start, end] of waits) {
-        figure.block(top + 18, us(start), us(end), "var(--color-background-primary)");
+        figure.block(top + 18, us(start), us(end), "var(--color-background-primary)", "", {class: "ground"});
         figure.exposed(top + 18, us(start), us(end));
       }
       figure.launches(top + 46, step.launched[rank].map(us));
-      step.transfers.forEach(([start, end], index) =>
-        figure.block(top + 58, us(start), us(Math.min(end, longest)), COLOURS[run.collectives[index][0]], String(short[index])));
+      step.transfers.forEach(([start, end], index) => start < longest
+        && figure.block(top + 58, us(start), us(Math.min(end, longest)), COLOURS[run.collectives[index][0]], String(short[index])));
     });
     if (time < step.end) {
       const x = figure.place(us(time));
       figure.draw("rect", {class: "later", x, y: 0, width: Math.max(0, width - x), height: height - 16});
       figure.draw("line", {class: "mark", x1: x, x2: x, y1: 0, y2: height - 16});
     }
+    run.ranks.forEach((_, rank) => figure.write(2, ROW * rank + 13, `rank ${rank} computes; its collectives below`));
     return figure.svg;
   }
 
+  /** Return a line that says what the colours and marks of a run mean. */
+  function makeLegend(run) {
+    const line = make("p", {class: "legend"});
+    const ops = [...new Set(run.collectives.map(([op]) => op))].map((op) => [op, op.replace("_", "-")]);
+    for (const [kind, name] of [["forward", "forward"], ["backward", "backward"], ["finish", "finish_grad_sync"], ["step", "optimizer step"], ...ops]) {
+      line.append(make("i", {style: `background: ${COLOURS[kind]}`}), `${name} `);
+    }
+    line.append("▼\u00a0launch, hatched:\u00a0waits; the numbers count each kind of collective");
+    return line;
+  }
+
   /** Return a folded table with the times of every collective. */
-  function makeTable(run, step, names, isOpen) {
-    const ranks = run.ranks.map((_, rank) => rank);
-    const table = make("table");
-    const addRow = (cells, tag, attributes) =>
-      table.appendChild(make("tr")).append(...cells.map((text) => make(tag, attributes, text)));
-    addRow(["times in ms", "size", ...ranks.map((rank) => `launched by rank ${rank}`), "begins", "ends"], "th", {scope: "col"});
+  function makeTimes(run, step, names) {
     const ms = (time) => (time / 1e3).toFixed(1);
-    names.forEach((name, index) => addRow([name, formatMB(run.collectives[index][1]),
-      ...ranks.map((rank) => ms(step.launched[rank][index])), ...step.transfers[index].map(ms)], "td", {}));
-    const details = make("details", isOpen ? {open: ""} : {});
-    const box = make("div", {class: "table-wrapper", tabindex: 0, role: "region", "aria-label": "The times of every collective"});
-    box.append(table);
-    details.append(make("summary", {}, "The times as text"), box);
-    return details;
+    const head = ["times in ms", "size", ...run.ranks.map((_, rank) => `launched by rank ${rank}`), "begins", "ends"];
+    const rows = names.map((name, index) => [name, formatMB(run.collectives[index][1]),
+      ...step.launched.map((times) => ms(times[index])), ...step.transfers[index].map(ms)]);
+    return foldTable("The times as text", makeTable(head, rows));
   }
 
   /** Fill an element with sliders, buttons, numbers and the figure. */
@@ -102,15 +105,16 @@
       events = listEvents(run, step, names);
       if (at !== null) at = Math.max(0, Math.min(at, events.length - 1));
       const exposed = step.exposed.map((time) => formatMs(us(time)));
-      const nbytes = run.collectives.reduce((sum, one) => sum + one[1], 0);
+      const own = run.collectives.filter((_, index) => step.launched[0][index] > run.starts[0]); // others: the step before
+      const nbytes = own.reduce((sum, one) => sum + one[1], 0);
       showNumbers(numbers, [["step", settings.link === 1 ? "step, recorded" : "step, computed", formatMs(us(step.end))],
         ["exposed", `exposed on ranks 0 to ${exposed.length - 1}`, exposed.join(", ")],
-        ["count", "collectives", `${names.length}, ${formatMB(nbytes)}`]]);
+        ["count", "collectives launched", `${own.length}, ${formatMB(nbytes)}`]]);
       status.textContent = at === null ? `The whole step of ${run.name}. “Step” begins with its first event.`
         : `${formatMs(us(events[at][0]))}: ${events[at][1]} (${at + 1} of ${events.length})`;
       const longest = Math.max(...runs.map((other) => timelineModel.replay(other, settings.link).end));
-      if (figures.clientWidth) figures.replaceChildren(draw(run, step, at === null ? Infinity : events[at][0], figures.clientWidth, longest));
-      text.replaceChildren(makeTable(run, step, names, text.firstChild?.open));
+      if (figures.clientWidth) figures.replaceChildren(draw(run, step, at === null ? Infinity : events[at][0], figures.clientWidth, longest), makeLegend(run));
+      text.replaceChildren(makeTimes(run, step, names));
     }
 
     function go(target) {

@@ -2,10 +2,12 @@
 "use strict";
 
 const widgets = (() => {
-  const COLOURS = {forward: "#8fcdf0", backward: "#0072b2", all_reduce: "#e69f00", all_gather: "#e69f00",
-    reduce_scatter: "#f7cf7c", latency: "#6b4a00", exposed: "#d55e00", memory: "#009e73", finish: "#e0e0e0", step: "#1a1a1a"};
+  const COLOURS = {forward: "#8fcdf0", backward: "#0072b2", all_reduce: "#e69f00", all_gather: "#fff3d6",
+    reduce_scatter: "#f7cf7c", latency: "#6b4a00", exposed: "#d55e00", memory: "#009e73", finish: "#e0e0e0",
+    step: "var(--color-foreground-primary)"};
   const MANY = 80; // so many launches or transfers are drawn smaller
   const LANE = 26;
+  const hasAddress = location.protocol !== "about:"; // the frame of a notebook has none
 
   /** Return a new element with attributes and text. Names that begin with "svg:" are SVG elements. */
   function make(name, attributes = {}, text = null) {
@@ -31,6 +33,7 @@ const widgets = (() => {
 
   /** Write settings of one figure into the address. Those of other figures stay. */
   function writeAddress(figure, settings) {
+    if (!hasAddress) return;
     const address = readAddress();
     for (const [name, value] of Object.entries(settings)) address.set(`${figure}.${name}`, value);
     history.replaceState(null, "", `#${address}`);
@@ -88,7 +91,8 @@ const widgets = (() => {
       read();
       return given.length > 0;
     };
-    const last = element.appendChild(make("div", {class: "address"}));
+    const last = make("div", {class: "address"});
+    if (hasAddress) element.append(last);
     const button = last.appendChild(make("button", {type: "button"}, "Copy a link to these settings"));
     const note = last.appendChild(make("span", {"aria-live": "polite"}));
     button.addEventListener("click", async () => {
@@ -103,6 +107,29 @@ const widgets = (() => {
     if (follow()) element.scrollIntoView({block: "center"});
     addEventListener("hashchange", () => { if (follow()) onChange(); });
     return settings;
+  }
+
+  /** Return a table with a head. The row whose number is `chosen` is marked. */
+  function makeTable(head, rows, chosen = -1) {
+    const table = make("table");
+    const addRow = (cells, tag, cell, row) => table.appendChild(make("tr", row)).append(...cells.map((text) => make(tag, cell, text)));
+    addRow(head, "th", {scope: "col"}, {});
+    rows.forEach((cells, index) => addRow(cells, "td", {}, index === chosen ? {class: "chosen", "aria-current": "true"} : {}));
+    return table;
+  }
+
+  const opened = {}; // the folded tables, which are drawn again with each setting
+
+  /** Return a table that opens with a click and scrolls in its own box. */
+  function foldTable(summary, table) {
+    const details = make("details");
+    details.open = opened[summary];
+    const head = details.appendChild(make("summary", {}, summary));
+    head.addEventListener("click", () => { opened[summary] = !details.open; }); // "toggle" would come after a new drawing
+    const box = make("div", {class: "table-wrapper", tabindex: 0, role: "region", "aria-label": summary});
+    box.append(table);
+    details.append(box);
+    return details;
   }
 
   const formatMs = (seconds) => `${(1e3 * seconds).toFixed(1)} ms`;
@@ -185,5 +212,5 @@ const widgets = (() => {
     }
   }
 
-  return {COLOURS, LANE, MANY, make, showNumbers, addControls, readAddress, writeAddress, Figure, formatMs, formatMB};
+  return {COLOURS, LANE, MANY, make, showNumbers, addControls, readAddress, writeAddress, makeTable, foldTable, Figure, formatMs, formatMB};
 })();

@@ -26,12 +26,13 @@ from PIL import Image
 from brigade.course.table.modules import ROOT
 from brigade.lab import notebook as lab_notebook
 from brigade.lab.noise import Verdict
-from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
+from brigade.lab.notebook import LiveStep, Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_plots import draw_bars
 from brigade.ranks.events import launches
 from brigade.ranks.runner import deadline, monitor
 from brigade.ranks.runner.ranks import SERVER
 from tools import notebook_files
+from tools.live_timelines import LIVE_STEP
 
 NOTEBOOKS = notebook_files.list_notebooks()
 
@@ -184,6 +185,9 @@ def test_notebook_is_stored_with_the_outputs_of_its_code(path: Path) -> None:
     )
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [list_errors(cell) for cell in code] == [list_expected_errors(cell) for cell in code]
+    for cell in filter(lambda cell: LIVE_STEP.search(cell.source), code):
+        figure = LiveStep(int(LIVE_STEP.search(cell.source)[1]))._repr_html_()
+        assert cell.outputs[0].data["text/html"] == figure, "run python -m tools.live_timelines"
     text = path.read_text()
     images = re.compile(r'"image/png": "([^"]*)"')
     assert len(text) < 300_000 and all(len(image) * 3 / 4 < 60_000 for image in images.findall(text))
