@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const {make, showNumbers, addControls, Figure, COLOURS, LANE, MANY, formatMs, formatMB} = widgets;
+  const {make, showNumbers, addControls, makeTable, foldTable, Figure, COLOURS, LANE, MANY, formatMs, formatMB} = widgets;
   const MIB = 2 ** 20;
   const BUCKETS_MIB = [1, 2, 3, 4, 6, 8, 12, 16, 25, 32, 48, 64, 96, 128, 192, 384];
   const LINK_CONTROLS = [
@@ -57,18 +57,21 @@
     };
   }
 
-  /** Return a picture with logarithmic axes, which begin at 1 MiB and at 10 ** lowest ms, and what places values there. */
-  function drawAxes(title, width, height, {ticks, lowest, highest, names}) {
+  const listPowers = (low, high) => Array.from({length: high - low + 1}, (_, index) => Number((10 ** (low + index)).toPrecision(1)));
+
+  /** Return a picture with logarithmic axes between the first and the last of their ticks, and what places values there. */
+  function drawAxes(title, width, height, {ticks, levels, names}) {
+    const [lowest, highest] = [levels[0], levels.at(-1)].map(Math.log10);
     const svg = make("svg:svg", {width, height, role: "img", "aria-label": title});
     const left = 58;
     const [first, last] = [ticks[0], ticks.at(-1)].map(Math.log);
     const findX = (mib) => left + 12 + (width - left - 34) * (Math.log(mib) - first) / (last - first);
     const findY = (ms) => 26 + (height - 62) * (highest - Math.log10(ms)) / (highest - lowest);
     const write = (x, y, text, anchor) => svg.append(make("svg:text", {x, y, "text-anchor": anchor}, text));
-    for (let power = lowest; power <= highest; power++) {
-      const y = findY(10 ** power);
+    for (const level of levels) {
+      const y = findY(level);
       svg.append(make("svg:line", {class: "grid", x1: left, x2: width, y1: y, y2: y}));
-      write(left - 5, y + 4, String(Number((10 ** power).toPrecision(1))), "end");
+      write(left - 5, y + 4, String(level), "end");
     }
     for (const mib of ticks) write(findX(mib), height - 20, String(Number(mib.toPrecision(5))).slice(0, 5), "middle");
     write(2, 12, names[1], "start");
@@ -82,7 +85,8 @@
   function drawCurve({link, ranks, bucket}, width) {
     const values = BUCKETS_MIB.map((mib) => 1e3 * costModel.simulateBuckets(link, ranks, mib * MIB).exposed);
     const {svg, curve, point} = drawAxes("Exposed time against the size of a bucket", width, 170, {
-      ticks: [1, 4, 16, 64, 384], lowest: Math.floor(Math.log10(Math.min(...values))), highest: Math.ceil(Math.log10(Math.max(...values))),
+      ticks: [1, 4, 16, 64, 384],
+      levels: listPowers(Math.floor(Math.log10(Math.min(...values))), Math.ceil(Math.log10(Math.max(...values)))),
       names: ["size of a bucket (MiB)", "exposed (ms)"]});
     curve(values.map((ms, index) => [BUCKETS_MIB[index], ms]));
     point(bucket, values[BUCKETS_MIB.indexOf(bucket)], {r: 6, fill: COLOURS.exposed});
@@ -92,11 +96,10 @@
   /** Draw measured all-reduces, lists of bytes, ranks and ms, and the model's line for the chosen settings. */
   function drawMeasured({link, ranks}, width, measured) {
     const compute = (nbytes) => 1e3 * costModel.computeSeconds(link, "all_reduce", nbytes, ranks);
-    const [lowest, highest] = [-2, 3];
     const {svg, curve, point} = drawAxes("Time of an all-reduce against its size", width, 250,
-      {ticks: [1 / 32, 1, 32, 1024, 16384], lowest, highest, names: ["size (MiB)", "time (ms)"]});
+      {ticks: [1 / 32, 1, 32, 1024, 16384], levels: listPowers(-2, 3), names: ["size (MiB)", "time (ms)"]});
     const sizes = Array.from({length: 40}, (_, index) => 2 ** (index / 39 * 19 - 5));
-    curve(sizes.map((mib) => [mib, Math.min(10 ** highest, Math.max(10 ** lowest, compute(mib * MIB)))]));
+    curve(sizes.map((mib) => [mib, Math.min(1e3, Math.max(1e-2, compute(mib * MIB)))]));
     const own = measured.filter((one) => one[1] === ranks);
     for (const [nbytes, n, ms] of measured) point(nbytes / MIB, ms, n === ranks ? {r: 5, fill: COLOURS.exposed} : {r: 3, class: "other"});
     const ratios = own.map(([nbytes, , ms]) => compute(nbytes) / ms).sort((one, other) => one - other);
@@ -107,6 +110,40 @@
         ["gigabyte", "an all-reduce of 1 GiB", formatMs(compute(1024 * MIB) / 1e3)],
         ["points", `measured on ${ranks} ranks`, String(own.length)],
         ["ratio", "computed ÷ measured", own.length ? `${ratios[0].toFixed(2)} to ${ratios.at(-1).toFixed(2)}` : "–"],
+      ],
+    };
+  }
+
+  const PLANNED = {calibrated: [6, "calibrated by a smaller run"], half: [7, "the same, with --network-efficiency 0.5"],
+    guessed: [5, "with a guessed utilisation"], null: [8, "as many tokens/s per GPU as in the smaller run"]};
+
+  /** Draw published runs, lists as of `list_planned` in tools/validate_plan.py: planned ÷ measured against the GPUs. */
+  function drawPlanned(settings, width, runs) {
+    const [column] = PLANNED[settings.prediction];
+    const isIn = (value, range) => {
+      const [low, high] = range.split("-").map(Number);
+      return range === "all" || (value !== null && value >= low && value <= (high || Infinity));
+    };
+    const known = runs.filter((run) => run[column] !== null);
+    const own = known.filter(([model, gpu, , nodes, , , , , , share, kind]) => isIn(nodes, settings.nodes)
+      && isIn(share && Math.floor(100 * share), settings.communication)
+      && [[settings.model, model], [settings.gpu, gpu], [settings.smaller, kind]].every(([asked, one]) => asked === "all" || asked === one));
+    const {svg, curve, point} = drawAxes("Planned divided by measured seconds of a step, against the number of GPUs", width, 250,
+      {ticks: [2, 8, 32, 128, 512, 2048], levels: [0.25, 0.5, 1, 2], names: ["GPUs", "planned ÷ measured step time"]});
+    curve([[2, 1], [2048, 1]]);
+    for (const run of known) if (!own.includes(run)) point(run[2], 1 + run[column], {r: 3, class: "other"});
+    for (const run of own) point(run[2], 1 + run[column], {r: 4, fill: COLOURS.exposed, class: "block"});
+    const sizes = own.map((run) => Math.abs(run[column])).sort((one, other) => one - other);
+    const percent = (value) => `${(100 * value).toFixed(1)} %`;
+    const pick = (index) => sizes[Math.ceil(index) - 1];
+    return {
+      figures: [svg, foldTable("The runs as text", makeTable(["model", "GPUs", "measured", "planned", "error"], own.map((run) =>
+        [run[0], `${run[2]} ${run[1]}`, `${run[4].toFixed(2)} s`, `${(run[4] * (1 + run[column])).toFixed(2)} s`, percent(run[column])])))],
+      numbers: [
+        ["count", "runs", `${own.length} of ${known.length}`],
+        ["median", "median error", own.length ? percent((pick(sizes.length / 2) + pick((sizes.length + 1) / 2)) / 2) : "–"],
+        ["most", "nine of ten within", own.length ? percent(pick(0.9 * sizes.length)) : "–"],
+        ["short", "planned too short", String(own.filter((run) => run[column] < 0).length)],
       ],
     };
   }
@@ -148,14 +185,8 @@
     figure.draw("line", {class: "mark", x1: 2, x2: width - 10, y1: peak, y2: peak});
     figure.write(width - 10, peak - 4, `peak ${formatMB(step.peakBytes)} of ${formatMB(total)}`, "end");
 
-    const table = make("table");
-    const head = table.appendChild(make("thead")).appendChild(make("tr"));
-    head.append(...["prefetch", "peak of full weights", "exposed"].map((text) => make("th", {scope: "col"}, text)));
-    const body = table.appendChild(make("tbody"));
-    steps.forEach(({peakBytes, exposed}, depth) => {
-      const row = body.appendChild(make("tr", depth === prefetch ? {class: "chosen", "aria-current": "true"} : {}));
-      row.append(...[depth, formatMB(peakBytes), formatMs(exposed)].map((text) => make("td", {}, String(text))));
-    });
+    const rows = steps.map(({peakBytes, exposed}, depth) => [depth, formatMB(peakBytes), formatMs(exposed)]);
+    const table = makeTable(["prefetch", "peak of full weights", "exposed"], rows, prefetch);
     return {
       figures: [figure.svg, table],
       numbers: [
@@ -166,12 +197,26 @@
     };
   }
 
+  /** Return a menu of all values that the data has in a column. */
+  const chooseFrom = (name, label, data, column) => ({name, label, first: "all",
+    options: Object.fromEntries(["all", ...new Set(data.map((row) => row[column]))].map((text) => [text, text]))});
+
+  const listPlannedControls = (runs) => [
+    {name: "prediction", label: "plan", options: Object.fromEntries(Object.entries(PLANNED).map(([name, [, text]]) => [name, text]))},
+    {name: "smaller", label: "the smaller run has", options: {same: "the same micro-batch and sequences",
+      batch: "another micro-batch", sequence: "another sequence length", all: "all"}},
+    {name: "communication", label: "communication, of a calibrated step", options: {all: "all", "0-9": "below 10 %", "10-19": "10 to 20 %", "20-": "20 % or more"}},
+    {name: "nodes", label: "nodes", options: {all: "all", "1-4": "1 to 4", "5-16": "5 to 16", "17-64": "17 to 64", "65-": "more than 64"}},
+    chooseFrom("model", "model", runs, 0), chooseFrom("gpu", "GPU", runs, 1),
+  ];
+
   const MODELS = {
     buckets: {draw: drawBuckets, controls: [
       {name: "bucket", label: "size of a bucket", unit: "MiB", first: 25, values: BUCKETS_MIB},
       ...LINK_CONTROLS, ALGORITHM]},
     measured: {draw: drawMeasured, controls: [
       ...LINK_CONTROLS.map((control) => ({...control, first: {beta: 200, ranks: 16, cards: 8}[control.name] ?? control.first})), ALGORITHM]},
+    planned: {draw: drawPlanned, controls: listPlannedControls},
     prefetch: {draw: drawPrefetch, controls: [
       {name: "prefetch", label: "prefetch", unit: "", first: 1, values: [0, 1, 2, 3]}, ...LINK_CONTROLS]},
   };
@@ -183,7 +228,7 @@
     const sliders = element.appendChild(make("div", {class: "sliders"}));
     const numbers = element.appendChild(make("div", {class: "numbers", role: "status"}));
     const figures = element.appendChild(make("div", {class: "figures"}));
-    const settings = addControls(sliders, element.dataset.model, controls, update);
+    const settings = addControls(sliders, element.dataset.model, controls.call ? controls(data) : controls, update);
 
     function update() {
       if (!figures.clientWidth) return; // the page has no layout yet
@@ -195,7 +240,7 @@
     }
 
     element.hidden = false;
-    new ResizeObserver(update).observe(figures); // also calls update() once
+    new ResizeObserver(update).observe(sliders); // as wide as the figures; also calls update() once
   }
 
   document.querySelectorAll("[data-model]").forEach(start);

@@ -11,22 +11,30 @@ import shutil
 import sys
 import threading
 import zlib
-from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from statistics import median
+from unittest.mock import MagicMock
 from urllib.parse import quote
 
 import hang_guard
 import pytest
 import test_term
-from public_wordings import WORDINGS
+import torch
+import torch.distributed as dist
+from nbconvert import HTMLExporter
 from test_m13_post_mortem import DUMPS
 
 from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab.emulated_link import Link
 from brigade.lab.program import Machine, simulate
+from solutions.m00_ring import ring
+from solutions.m04_bucketed_ddp import bucketed_ddp
 from solutions.m13_post_mortem import post_mortem
 from tools.live_timelines import replay
+from tools.planner.comparison import list_errors
+from tools.planner.programs import make_sharded_program
 from tools.planner.runs import read_rows
+from tools.validate_plan import list_planned
 
 pytestmark = pytest.mark.extended  # building the site takes as long as checking all modules
 term, marked = test_term.term, test_term.marked  # fixtures
@@ -145,10 +153,12 @@ def test_the_search_shows_the_explanation_of_a_term_first_and_the_api_reference_
 
 
 def test_the_search_leads_from_public_wordings_to_their_answers(search):
-    """The answer is the first or the second result."""
-    assert len(WORDINGS) >= 30
-    found = {words: search(words)[:2] for words in WORDINGS}
-    wrong = {words for words, page in WORDINGS.items() if not any(page in address for address in found[words])}
+    """The answer is the first or the second result. The wordings are from public issue trackers and forums."""
+    lines = (ROOT / "tests" / "support" / "public_wordings.tsv").read_text().splitlines()
+    answers = dict(line.split("\t") for line in lines)
+    assert len(answers) >= 30
+    found = {words: search(words)[:2] for words in answers}
+    wrong = {words for words, page in answers.items() if not any(page in address for address in found[words])}
     assert wrong == set(), found
 
 
@@ -161,42 +171,46 @@ def test_the_search_of_the_site_finds_every_error_by_its_text(site):
     assert len(headings) >= 45 and plain[0] <= plain[1]
 
 
-# One page of each kind. Without --everything, the browser opens only these.
-KINDS = ("site/index", "site/ring", "site/explore", "docs/grading", "lessons/m04_bucketed_ddp/README")
-KINDS += ("notebooks/04_bucketed_ddp", "lessons/m01_naive_ddp/README", "site/questions/clip", "lessons/m00_ring/README")
-
-
-def test_no_page_of_the_site_fails_or_scrolls_sideways_on_a_phone(page, site, request):
-    page.set_viewport_size(PHONE)
-    names = KINDS
-    if request.config.option.everything:
-        pages = [path.relative_to(site) for path in site.rglob("*.html") if "_modules" not in path.parts]
-        names = {path.with_suffix("").as_posix() for path in pages} - {"index"}  # which leads to the start page
-        assert {*KINDS, "docs/glossary"} < names
-    found = {}
-    for name in sorted(names):
-        page.goto((site / f"{name}.html").as_uri())
-        found[name] = find_sideways(page)
-    assert {name: boxes for name, boxes in found.items() if boxes} == {}
-    page.evaluate("document.querySelector('article p').style.width = '600px'")
-    assert find_sideways(page)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(page, site, scheme, request):
+def test_no_page_fails_or_scrolls_sideways_on_a_phone_and_axe_finds_nothing_serious(page, site, scheme):
+    page.set_viewport_size(PHONE)
     page.emulate_media(color_scheme=scheme)
     found = {}
-    names = KINDS if request.config.option.everything else KINDS[2::3]
-    for name in names:
-        page.goto((site / f"{name}.html").as_uri())
-        found[name] = find_faults(page)
-    assert found == dict.fromkeys(names, [])
+    for path in sorted(path for path in site.rglob("*/*.html") if "_modules" not in path.parts):
+        page.goto(path.as_uri())
+        found[path.relative_to(site).as_posix()] = find_sideways(page) + find_faults(page)
+    assert {name: faults for name, faults in found.items() if faults} == {} and len(found) > 100
+    page.goto((site / "lessons/m01_naive_ddp/README.html").as_uri())
+    page.evaluate("document.querySelector('article p').style.width = '600px'")
     page.evaluate("document.querySelector('article img').removeAttribute('alt')")
-    assert "image-alt" in find_faults(page)
+    assert find_sideways(page) and find_faults(page) == ["image-alt"]
+
+
+def test_every_live_figure_obeys_the_keyboard_on_a_phone(page, site):
+    """One key changes each slider, menu, button and folded table, except a step that follows the last event."""
+    page.set_viewport_size(PHONE)
+    key = """(one) => one.matches("input") ? (one.value === one.max ? "ArrowLeft" : "ArrowRight")
+        : one.matches("select") ? (one.selectedIndex ? "ArrowUp" : "ArrowDown") : "Enter\""""
+    state = "(box) => box.innerHTML + [...box.querySelectorAll('input, select')].map((one) => one.value)"
+    num_figures = 0
+    for path in [site / "site/explore.html", site / "site/ring.html", *sorted(site.glob("lessons/m*/README.html"))]:
+        page.goto(path.as_uri())
+        page.evaluate("document.querySelectorAll('article details').forEach((one) => { one.open = true })")  # answers
+        for box in page.locator("[data-model], [data-toy], [data-timeline]").all():
+            for control in box.locator("input, select, summary, .buttons button").all():
+                before = box.evaluate(state)
+                control.press(control.evaluate(key))
+                has_changed = box.evaluate(state) != before
+                assert has_changed or control.inner_text() == "Step", (path, control)
+            num_figures += 1
+        assert find_sideways(page) + find_faults(page) == [], path
+    assert num_figures == 23
 
 
 GRAD_BYTES, BACKWARD_S = 400e6, 0.1
 OPS = ("all_reduce", "all_gather")
+PLANS = {"calibrated": 6, "half": 7, "guessed": 5, "null": 8}  # the place of an error in a list of `list_planned`
+RANGES = {"all": (0, 1e9), "0-9": (0, 0.1), "20-": (0.2, 1e9), "1-4": (1, 5), "65-": (65, 1e9)}
 
 
 def simulate_buckets(link, world_size, bucket_bytes):
@@ -218,35 +232,13 @@ def test_the_model_in_the_browser_equals_pythons(page):
         found = page.evaluate("(given) => costModel.simulateBuckets(...given)", given)
         exposed_s, num_buckets = simulate_buckets(link, world_size, nbytes)
         assert (found["exposed"], found["numBuckets"]) == (pytest.approx(exposed_s), num_buckets)
+        program = make_sharded_program([25_000_000] * 4, (6_250_000, 0), world_size)  # prefetches one unit
+        machine = Machine(BACKWARD_S / 2, (*(BACKWARD_S * part / 17 for part in (1, 4, 4, 4, 4)), 0), 1e30, 1e30)
+        found = page.evaluate("(given) => costModel.simulatePrefetch(...given).end", [*given[:2], 1])
+        assert found == pytest.approx(simulate(program, machine, link).step_s)
     tree = {"latencyS": 1e-5, "bytesPerS": 1e9, "algorithm": "tree"}
     seconds = [page.evaluate("(given) => costModel.computeSeconds(...given)", [tree, op, 1e6, 64]) for op in OPS]
     assert seconds == pytest.approx([2 * 6 * 1e-5 + 2 * 1e-3, 63 * 1e-5 + 63 / 64 * 1e-3])  # only all-reduces
-
-
-def test_the_sliders_change_the_figure_and_the_numbers(page, site):
-    page.goto((site / "site" / "explore.html").as_uri())
-    link = Link(1e-5, 1.25e10)  # as the page starts
-
-    def move(model, name, key):
-        """Move a slider by one key. Return its new value."""
-        page.press(f"[data-model={model}] input[name={name}]", key)
-        return float(page.inner_text(f"[data-model={model}] label:has(input[name={name}]) output").split()[0])
-
-    def expect(model, name, text):
-        assert page.inner_text(f"[data-model={model}] [data-name={name}]") == text
-
-    bars = page.locator("[data-model=buckets] rect.block")
-    many = bars.count()
-    mib = move("buckets", "bucket", "ArrowRight")
-    exposed_s, num_buckets = simulate_buckets(link, 64, mib * 2**20)
-    assert bars.count() == 2 * num_buckets + 1 < many  # on the rank and on the link; one is exposed
-    expect("buckets", "exposed", f"{1e3 * exposed_s:.1f} ms")
-    move("buckets", "cards", "ArrowRight")
-    exposed_s, _ = simulate_buckets(replace(link, bytes_per_s=2 * link.bytes_per_s), 64, mib * 2**20)
-    expect("buckets", "exposed", f"{1e3 * exposed_s:.1f} ms")
-    before = page.inner_text("[data-model=prefetch] [data-name=peak]")
-    move("prefetch", "prefetch", "ArrowLeft")
-    assert page.inner_text("[data-model=prefetch] [data-name=peak]") != before
 
 
 def test_measured_all_reduces_are_points_beside_the_models_line(page, site):
@@ -258,11 +250,34 @@ def test_measured_all_reduces_are_points_beside_the_models_line(page, site):
     assert box.locator("circle").count() == len(rows) == box.locator("circle.other").count() + on_16_ranks
 
 
+def test_published_runs_are_points_and_their_errors_are_pythons(page, site):
+    runs = list_planned(list_errors(read_rows()))
+    page.goto((site / "site" / "explore.html").as_uri())
+    box = page.locator("[data-model=planned]")
+    assert json.loads(box.locator("script").text_content()) == runs, "run make validate-plan"
+    cases = itertools.product(("same", "batch", "sequence"), ("all", "1-4", "65-"), ("all", "0-9", "20-"))
+    for plan, (smaller, nodes, share) in zip(itertools.cycle(PLANS), cases):
+        settings = {"prediction": plan, "smaller": smaller, "nodes": nodes, "communication": share}
+        page.evaluate(
+            "(all) => { location.hash = all }", "&".join(f"planned.{one}={settings[one]}" for one in settings)
+        )
+        (few, many), (little, much) = RANGES[nodes], RANGES[share]
+        own = [run for run in runs if run[10] == smaller and few <= run[3] < many and little <= run[9] < much]
+        errors = [run[PLANS[plan]] for run in own if run[PLANS[plan]] is not None]
+        page.wait_for_function(
+            f"document.querySelectorAll('[data-model=planned] circle.block').length === {len(errors)}"
+        )
+        if sizes := sorted(map(abs, errors)):
+            most, short = sizes[math.ceil(0.9 * len(sizes)) - 1], sum(error < 0 for error in errors)
+            said = [f"{100 * median(sizes):.1f} %", f"{100 * most:.1f} %", str(short)]
+            assert box.locator("[data-name]").all_inner_texts()[1:] == said, settings
+
+
 def test_a_link_keeps_the_settings_and_wrong_ones_are_ignored(page, served):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.goto(f"{served}/site/explore.html#measured.alpha=20&measured.ranks=seven&buckets.algorithm=none")
     notes = page.locator(".address span").all_inner_texts()
-    assert [text.partition("ignores: ")[2] for text in notes] == ["algorithm = none.", "ranks = seven.", ""]
+    assert [text.partition("ignores: ")[2] for text in notes] == ["algorithm = none.", "ranks = seven.", "", ""]
     page.locator("[data-model=measured]").get_by_role("button", name="Copy a link").press("Enter")
     page.wait_for_function(
         "[...document.querySelectorAll('.address')].some((row) => row.innerText.includes('Copied.'))"
@@ -307,8 +322,6 @@ def test_a_chapter_replays_its_step_by_keyboard_and_keeps_the_settings_in_its_ad
     box.locator("summary").press("Enter")
     rows = box.locator("table tr").all_inner_texts()
     assert len(rows) == 1 + len(stored[2]["collectives"]) and "launched by rank 1" in rows[0]
-    page.set_viewport_size(PHONE)
-    assert find_sideways(page) == [], "the table scrolls in its own box"
     address = page.url
     page.goto("about:blank")
     page.goto(address)
@@ -319,6 +332,40 @@ def test_a_chapter_replays_its_step_by_keyboard_and_keeps_the_settings_in_its_ad
         "document.querySelector('[data-timeline] [data-name=step]').previousSibling.textContent.includes('computed')"
     )
     expect(0, 4)
+
+
+def test_an_exported_notebook_has_the_live_figure_of_its_module(page, tmp_path):
+    """It needs no network, unlike the libraries that Jupyter adds to every page."""
+    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="")
+    path = tmp_path / "notebook.html"
+    path.write_text(exporter.from_filename(ROOT / "notebooks" / "03_overlapped_ddp.ipynb")[0])
+    stored = json.loads((ROOT / "lessons/m03_overlapped_ddp/pictures/timeline.json").read_text())["runs"]
+    page.goto(path.as_uri())
+    frame = page.frame_locator("iframe")
+    for name, key in (("run", "ArrowRight"), ("link", "ArrowLeft")):
+        frame.locator(f"input[name={name}]").press(key)
+    assert frame.locator("[data-name=step]").inner_text() == f"{replay(stored[2], 0.5)['end'] / 1e3:.1f} ms"
+    frame.get_by_role("button", name="Step", exact=True).press("Enter")
+    assert "(1 of " in frame.locator("[role=status]").inner_text()
+
+
+@pytest.mark.parametrize(("scheme", "parts"), [("light", ["fill", "stroke"]), ("dark", ["fill"])])
+def test_each_mark_of_a_step_stands_out_from_the_page(page, site, scheme, parts):
+    """Its colour, or in light mode its border, has a contrast of 3:1 to the page (WCAG 1.4.11)."""
+
+    def measure(colour):  # its relative luminance
+        rgb = [(int(one) / 255) ** 2.2 for one in re.findall(r"\d+", colour)[:3]]
+        return 0.05 + sum(weight * one for weight, one in zip((0.2126, 0.7152, 0.0722), rgb, strict=True))
+
+    page.emulate_media(color_scheme=scheme)
+    for chapter in ("m04_bucketed_ddp", "m08_zero_optimizer"):
+        page.goto((site / "lessons" / chapter / "README.html").as_uri())
+        ground = measure(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        read = """(parts) => [...document.querySelectorAll("[data-timeline] :is(.block:not(.exposed), .launch)")].map(
+            (one) => parts.map((part) => getComputedStyle(one)[part]))"""
+        marks = page.evaluate(read, parts)
+        tones = [[measure(colour) / ground for colour in one if colour != "none"] for one in marks]
+        assert len(marks) > 20 and all(max(max(tone, 1 / tone) for tone in one) >= 3 for one in tones)
 
 
 def test_a_prediction_is_kept_on_this_device_and_compared_after_the_answer_is_open(page, site):
@@ -357,6 +404,28 @@ def test_all_scripts_of_the_site_are_small(site):
     scripts = [*(site / "_static" / name for name in names), ROOT / "site" / "scorer.js"]
     sizes = {path.name: len(gzip.compress(path.read_bytes())) for path in scripts}
     assert sum(sizes.values()) <= 20_000, sizes
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_the_messages_of_the_ring_and_the_buckets_are_those_of_the_solutions(page, monkeypatch, size):
+    page.add_script_tag(path=ROOT / "site" / "_static" / "toys_model.js")
+    sent = []
+    for name in ("get_world_size", "recv"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: size)
+    monkeypatch.setattr(dist, "isend", lambda chunk, **_: sent.append(chunk.numel()) or MagicMock())
+    for numel in (1, 2, 8, 10, 16, 24):
+        for rank in range(size):
+            monkeypatch.setattr(dist, "get_rank", lambda *_, rank=rank: rank)
+            ring.ring_all_reduce(torch.ones(numel))
+        plans = page.evaluate("(size) => toysModel.planRing(size, 'send')", size)
+        lengths = page.evaluate("(given) => toysModel.splitIntoChunks(...given)", [numel, size])
+        assert [lengths[call["chunks"][0]] for calls in plans for call in calls if call["op"] == "send"] == sent
+        sent.clear()
+        numels, cap = [(7 * numel + 3 * i) % 9 + 1 for i in range(10)], numel + 4
+        params = [torch.nn.Parameter(torch.ones(one)) for one in numels]
+        buckets = bucketed_ddp.plan_buckets(params, 4 * cap)
+        found = page.evaluate("(given) => toysModel.planBuckets(...given)", [numels, cap])
+        assert [[id(params[i]) for i in bucket] for bucket in found] == [[*map(id, bucket)] for bucket in buckets]
 
 
 def test_the_toys_show_a_sum_a_deadlock_and_a_mismatch(page, site):
@@ -414,9 +483,6 @@ def test_a_page_that_cannot_read_dumps_says_so(page, site, served, monkeypatch):
     source = [(ROOT / "site/post_mortem.md").read_text()]
     pyodide.choose_content(None, pyodide.PAGE, source)
     assert pyodide.MISSING in source[0] and "data-dumps" not in source[0]
-
-
-# The pages of a term
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -49,35 +49,7 @@ def test_every_entry_is_complete():
         assert "**What to do:** " in entry.text and "](../lessons/m" in entry.text, entry.error
 
 
-PUBLIC = re.split(r"\n| \| ", """\
-Expected to have finished reduction in the prior iteration | Expected to mark a variable ready only once
-DDP expects same model across all ranks | DistributedDataParallel is not needed when a module doesn't have any parameter
-Modules with uninitialized parameters can't be used with | Unexpected key(s) in state_dict
-Missing key(s) in state_dict | 'DistributedDataParallel' object has no attribute | modified by an inplace operation
-module must have its parameters and buffers on device | Default process group has not been initialized
-trying to initialize the default process group twice | No backend type associated with device type
-invalid output tensor list at index 0 | invalid tensor size at index 0 | for recv operation to complete
-Connection closed by peer | Connection reset by peer | Received data size doesn't match expected size
-Detected mismatch between collectives on ranks | failed to pass monitoredBarrier in
-Detected at least one rank that exhausted inputs | Watchdog caught collective operation timeout
-Some NCCL operations have failed or timed out | Heartbeat monitor | Duplicate GPU detected | unhandled system error
-unhandled cuda error | ncclInternalError | ncclInvalidUsage | ncclRemoteError
-remote process exited or there was a network error | The client socket has timed out after | address family mismatch
-Address already in use | EADDRINUSE | store based barrier | DistStoreError | ChildFailedError
-RendezvousConnectionError | has already been reduced | Gradient computed twice for this partition | torch.Size([0])
-'weight' must be 2-D | Optimizer state has not been consolidated on this rank
-FSDP expects uniform original parameter dtype | fully_shard doesn't support scalar parameters
-got mixed torch.Tensor and DTensor | RendezvousClosedError
-setting up NCCL communicator and retrieving ncclUniqueId from
-watchdog got stuck for 480 seconds without making progress | Must flatten tensors with uniform
-destroy_process_group() was not called before program exit | Cannot re-initialize CUDA in forked subprocess
-NCCL error in | has been marked as ready twice | Parameter indices which did not receive grad for rank
-parameters that were not used in producing the loss | ds_active_sub_modules
-Distributed package doesn't have NCCL built in | ProcessGroupNCCL is only supported with GPUs, no GPUs found
-invalid device ordinal | Grad strides do not match bucket view strides | Process 0 terminated with the following error
-out of shared memory | Broken pipe | Connection was likely closed. Did the remote server shutdown or crash
-TCPStore server has shut down too early | The server socket has failed to bind to | ss1.ss_family == ss2.ss_family
-keep-alive heartbeat""")  # fmt: skip
+PUBLIC = (ROOT / "tests" / "support" / "public_texts.txt").read_text().splitlines()
 
 
 def test_public_texts_are_found_by_a_search_in_the_page():
