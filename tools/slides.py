@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -139,7 +140,7 @@ def split_figure(png: bytes) -> list[bytes]:
     """
     image = Image.open(io.BytesIO(png)).convert("RGB")
     lines = [int(row) for row in np.flatnonzero((np.asarray(image.convert("L")) < DARK).mean(axis=1) > 0.75)]
-    ends = [row for row, after in zip(lines, [*lines[1:], image.height], strict=True) if after - row > TICKS]
+    ends = [row for row, after in pairwise([*lines, image.height]) if after - row > TICKS]
     if image.height < TALL * image.width or len(ends) < 3:
         return [png]
     cut, last = ends[(len(ends) - 1) // 2] + TICKS, ends[-1]

@@ -313,6 +313,8 @@ def test_a_tall_figure_has_two_slides_each_with_axis_and_legend(slides: ModuleTy
     upper, lower = (Image.open(io.BytesIO(half)).convert("RGB") for half in slides.split_figure(pictures[1]))
     legends = [half.crop((0, half.height - 100, half.width, half.height)).tobytes() for half in (upper, lower)]
     assert legends[0] == legends[1] and abs(upper.height - lower.height) < slides.TICKS + 2
+    Image.new("RGB", (40, 80), "white").save(blank := io.BytesIO(), format="PNG")  # without a panel
+    assert slides.split_figure(blank.getvalue()) == [blank.getvalue()]
 
 
 def test_code_on_slides_fits_and_does_the_same(slides: ModuleType) -> None:
