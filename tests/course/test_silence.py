@@ -43,8 +43,10 @@ MEASURED = {
     (11, "test_mixed_precision_memory"),
     (15, "test_momentum"),
 }
+PHASED = {6, "test_no_sync_restores_its_state"}  # where ranks also say other phases; elsewhere, nobody has searched all
 # Beside those of ONLY_WATCHED; the other mutants run with --everything.
 SAMPLE = "only the next bucket is checked", "everything launched in finish_grad_sync", "the step before is not awaited"
+SAMPLE += ("the flag of no_sync is in the class",)
 Forge = Callable[[list[Event]], list[Event]]
 WasRead = type("WasRead", (BaseException,), {})
 LENIENT = dict.fromkeys(("expect_forms", "find_missing_content"), lambda *_: None)
@@ -110,7 +112,7 @@ def list_forgeries(events: Sequence[Event]) -> Iterator[tuple[str, str, Forge]]:
     yield "memory", "of no parameter", lambda own: [e | {"memory": None} if e["kind"] == "launch" else e for e in own]
     for old, new in itertools.product(sorted(used), sorted(phases)):
         for these in ({"launch"}, {"wait"}, kinds):
-            yield "phase", f"{new}, not {old}", partial(relabel, kinds=these, old=old, new=new)
+            yield "label", f"{new}, not {old}", partial(relabel, kinds=these, old=old, new=new)
     yield "everything", "dropped", lambda own: [event for event in own if event["kind"] in PERFORMED]
 
 
@@ -182,7 +184,8 @@ def find_gains(tape: Tape) -> list[tuple[str, str]]:
         return []
     except WasRead:
         forgeries = list_forgeries([event for own in tried[0] for event in own])
-    return [(kind, how) for kind, how, forge in forgeries if passes(forge)]
+    chosen = [one for one in forgeries if one[0] != "label" or {tape.check.module, tape.check.name} & PHASED]
+    return [(kind, how) for kind, how, forge in chosen if passes(forge)]
 
 
 def make_tape(number: int, name: str, texts: dict[str, str]) -> Tape:
