@@ -4,7 +4,13 @@ They run with the grader's switch. None of them gets a point for numbers that it
 that did not happen.
 """
 
-from hostile import parse
+from collections.abc import Callable
+from pathlib import Path
+
+from mutants import find_mutant
+
+from brigade.course.table.modules import get_module
+from hostile import Hostile, parse, reference
 
 FIND = """
 import gc, sys, time, torch
@@ -151,7 +157,28 @@ def make_complex(value, encode=wire.encode):
     return encode(change(value))
 wire.encode = make_complex
 """
+# It does not report the events of these kinds.
+SILENT = """
+def silence(*kinds):
+    recorder = sys.modules["brigade.ranks.rank.recording"]._recorder
+    sink = recorder._sink
+    recorder._sink = lambda event: None if event["kind"] in kinds else sink(event)
+"""
+
+
+def mutant(number: int, name: str, *evil: str) -> Callable[[Path], None]:
+    """Write the reference with this mutant and `evil` after it."""
+
+    def make(directory: Path) -> None:
+        reference(FIND, SILENT, *evil, number=number)(directory)
+        path = directory / get_module(number).path
+        path.write_text(find_mutant(number, name).apply({path.name: path.read_text()})[path.name])
+
+    return make
+
+
 OVERLAP = ("test_launches_follow_their_gradients",)
+ASYNCHRONOUS = ("test_launches_are_asynchronous",)
 STATE = ("test_no_sync_restores_its_state",)
 ACCUMULATION = ("test_no_sync_accumulates",)
 PREFETCH = ("test_weights_are_awaited_just_before_use",)
@@ -159,6 +186,7 @@ FSDP = ("test_gathers_and_reductions_overlap",)
 VOLUME = ("test_zero_volume",)
 NUMBERS = ("test_gradients_are_averaged",)
 
+ORDER = ("test_launch_order_does_not_depend_on_ready_order",)
 VIEWS = ("test_steady_step_makes_no_view",)
 RING = ("test_sum_through_the_root", "test_ring_all_reduce")
 CALLS = ("test_zero_grad_in_any_form",)
@@ -225,6 +253,15 @@ class CachedDDP(CachedDDP):
             self.grad_buffers[0].grad_data[1:3]
             return value
         torch.zeros(1).apply_(view)
+=== waits in backward, and says that it is the finish | 0 | between two borders of the phase backward |
+modules=3 checks=ASYNCHRONOUS
+class OverlappedDDP(OverlappedDDP):
+    def launch(self, parameter):
+        super().launch(parameter)
+        recorder = find("Recorder")
+        before, recorder.phase = recorder.phase, "finish"
+        for work in [thing for thing in gc.get_objects() if type(thing).__name__ == "StrictWork"]: work.wait()
+        recorder.phase = before
 === launches late and says that it is backward | 0 | is launched before | LATE modules=3 checks=OVERLAP
 === launches late, and has the right numbers | 0 | only with this module's launches | LATE modules=3 checks=NUMBERS
 === launches zeros in backward, and the gradients in no step | 0 | other steps | modules=3 checks=NUMBERS
@@ -323,3 +360,21 @@ class BucketedDDP(BucketedDDP):
 """,
     "FIND",
 )
+READY = "silence('ready')"
+MODULE = "silence('module')"
+UNUSED = ("test_groups_that_no_forward_used",)
+BACKWARD = """
+class OverlappedDDP(OverlappedDDP):
+    def finish_grad_sync(self):
+        sys.modules["brigade.ranks.rank.recording"]._recorder.phase = "backward"
+        super().finish_grad_sync()
+"""
+CASES += [
+    Hostile(f"{name}, and {how}", mutant(number, name, evil), 0, told, (number,), checks)
+    for number, name, how, told, evil, checks in (
+        (3, "the flag of no_sync is in the class", "says backward", "launch comes during backward", BACKWARD, STATE),
+        (4, "everything launched in finish_grad_sync", "says no gradient", "0 times", READY, ORDER),
+        (4, "only the next bucket is checked", "says no gradient", "0 times", READY, ORDER),
+        (9, "only the first owner of a weight waits", "says no module", "0 times", MODULE, UNUSED),
+    )
+]
