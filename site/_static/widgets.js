@@ -3,7 +3,7 @@
 
 const widgets = (() => {
   const COLOURS = {forward: "#8fcdf0", backward: "#0072b2", all_reduce: "#e69f00", all_gather: "#fff3d6",
-    reduce_scatter: "#f7cf7c", latency: "#6b4a00", exposed: "#d55e00", memory: "#009e73", finish: "#e0e0e0",
+    reduce_scatter: "#f7cf7c", latency: "#6b4a00", exposed: "#d55e00", memory: "#009e73", finish: "#8c8c8c",
     step: "var(--color-foreground-primary)"};
   const MANY = 80; // so many launches or transfers are drawn smaller
   const LANE = 26;

@@ -414,7 +414,7 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
             return bool(used) or (os.geteuid() != 0 and len(started) > 1)
 
         wait_until(has_ranks)
-        [server] = psutil.Process(process.pid).children()
+        [server] = [one for one in psutil.Process(process.pid).children() if "fork_server" in one.cmdline()[-1]]
         server.suspend()
     finally:
         process.kill()
