@@ -12,6 +12,7 @@ import zipfile
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import hang_guard
@@ -682,7 +683,7 @@ def test_the_grader_is_watched_from_before_it_opens_a_submission_until_all_is_pu
 
     for module, name in ((watchdog, "watch"), (incoming, "open_submission"), (isolation, "isolate_ranks")):
         monkeypatch.setattr(module, name, lambda *_, name=name: note(name))
-    monkeypatch.setattr(grade_student, "prepare", lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(grade_student, "prepare", Mock(side_effect=KeyboardInterrupt))
     assert brigade("grade", "--submission", tmp_path, "--out", tmp_path / "results.json").returncode == 130
     assert happened[0] == "watch" and happened[-1] == "watch no more" and len(happened) == 6
 
