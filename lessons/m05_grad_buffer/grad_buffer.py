@@ -200,9 +200,11 @@ class BufferedDDP(GradSyncMixin, Wrapper):
     def require_same_gradients(self) -> None:
         """Raise RuntimeError if the parameters, or gradients that are launched, are not those of the step."""
         self.require_same_parameters()
+        ready = self.in_backward | self.in_last_backward
         for unit in self.units[: self.queue.next_to_launch]:
             params, views = unit.buffer.params, unit.buffer.views
-            if any(params[i].grad is not views[i] for i in unit.param_indices if not unit.buffer.has_main_grad):
+            arrived = [i for i in unit.param_indices if params[i] in ready and not unit.buffer.has_main_grad]
+            if any(params[i].grad is not views[i] for i in arrived):
                 raise RuntimeError(CLEARED)
 
     def finish_grad_sync(self) -> None:

@@ -191,7 +191,7 @@ def expect_right_or_refused(what, results, expected, **clues):
 def expect_no_old_gradients(submission, world, job):
     """Expect zeros for a parameter that a rank does not use, even if a second backward completes its bucket."""
     case = submission.case("Branches", world, micro_batches=3, hidden_layers=0, branches=list(range(world)))
-    twice = ["forward", "forward", "zero_grad", "backward", "backward"]
+    twice = ["forward", "forward", "zero_grad", "backward in no_sync", "backward"]
     arguments = job["arguments"] | {"bucket_numel": None}  # each backward makes half of the bucket's gradients ready
     jobs = case.make_jobs(order=["forward", "backward", "finish", *twice, "finish"], **job | {"arguments": arguments})
     results = submission.run(training.take_odd_step, jobs, world_size=world)

@@ -62,7 +62,7 @@ MISTAKES = {  # causes: options that replace a part of FORMULA
 
 def explain_result(matrix, result, steps=5):
     """Return why orthogonalize returns another matrix."""
-    if not result.isfinite().all():
+    if not result.double().norm().isfinite():
         return DIVERGES * bool(matrix.any())  # a matrix of zeros, divided by its norm
     guesses = {BARE_NORM: orthogonalize(matrix, steps, epsilon=0), STEPS: orthogonalize(matrix)}
     for cause, guess in guesses.items():
