@@ -243,8 +243,7 @@ def stay(method: Callable[..., Any]) -> Callable[..., Any]:
 def patch_torch(suite: types.ModuleType, name: str, wrapper: type[nn.Module]) -> Iterator[None]:
     """Let a file of torch's tests use a wrapper under this name, and no GPUs."""
     with contextlib.ExitStack() as stack:
-        for function in NO_GPU:
-            stack.enter_context(mock.patch.object(torch.cuda, function, lambda *_, **__: 0))
+        stack.enter_context(mock.patch.multiple(torch.cuda, **dict.fromkeys(NO_GPU, lambda *_, **__: 0)))
         stack.enter_context(mock.patch.object(suite, name, wrapper))
         for method in ("to", "cuda"):  # torch parses the device of these before OnCpu sees it
             stack.enter_context(mock.patch.object(nn.Module, method, stay(getattr(nn.Module, method))))
@@ -256,8 +255,7 @@ def patch_torch(suite: types.ModuleType, name: str, wrapper: type[nn.Module]) ->
 
 def make_wrapper(base: type[nn.Module], name: str) -> type[nn.Module]:
     """Return the class that takes the place of torch's: an adapter of a kind, or the base itself for "torch"."""
-    [kind] = [kind for kind in KINDS if kind.name == name]
-    return type(base.__name__, (base,), {"kind": kind})
+    return type(base.__name__, (base,), {"kind": next(kind for kind in KINDS if kind.name == name)})
 
 
 def run_ring(_: Any, title: str, is_async: bool, call: Any, *args: Any, **options: Any) -> None:
@@ -280,18 +278,23 @@ def run_ring(_: Any, title: str, is_async: bool, call: Any, *args: Any, **option
         raise NotImplementedError(f"module 0 has no {title[1:]} like this one")
 
 
+@contextlib.contextmanager
+def rank_temp_file(torchs: Callable[[], contextlib.AbstractContextManager[str]]) -> Iterator[str]:
+    """Keep a file of torch's tests until all ranks are done. Torch's own rank 0 removes it at once."""
+    with torchs() as name:
+        yield name
+        dist.barrier()
+
+
 def run_torch_test(name: str, kind: str) -> str:
     """Run one of torch's tests with a wrapper on this rank, or with torch's own if `kind` is "torch".
 
-    If `kind` is "m00", it is a test of a collective. Return "" or the type and the text of the exception that the test
-    raised. At the end, the ranks wait for each other.
+    If `kind` is "m00", it is a test of a collective. Return "" or type and text of the exception that it raised.
     """
     suite = load_suite()
     base = suite.DistributedTest._DistTestBase
-    own = {"rank": dist.get_rank(), "world_size": str(dist.get_world_size())}
-    own |= {"_barrier": lambda *_, **__: dist.barrier()}
-    if kind == "m00":
-        own["call_dist_op"] = run_ring
+    own = {"rank": dist.get_rank(), "world_size": str(dist.get_world_size()), "_barrier": lambda *_: dist.barrier()}
+    own |= {"call_dist_op": run_ring} if kind == "m00" else {}
     cases = importlib.import_module("torch.testing._internal.common_utils").TestCase
     case = type("Case", (base, cases), own)(name)
     wrapper: Any = Baseline if kind in ("torch", "m00") else make_wrapper(Adapter, kind)
@@ -300,6 +303,7 @@ def run_torch_test(name: str, kind: str) -> str:
     with (
         mock.patch.object(nn.parallel, "DistributedDataParallel", wrapper),
         mock.patch.object(suite, "init_multigpu_helper", gpus),
+        mock.patch.object(suite, "_rank_temp_file", functools.partial(rank_temp_file, suite._rank_temp_file)),
         patch_torch(suite, "DistributedDataParallel", wrapper),
     ):
         try:
