@@ -293,8 +293,8 @@ def run_torch_test(name: str, kind: str) -> str:
     """
     suite = load_suite()
     base = suite.DistributedTest._DistTestBase
-    own = {"rank": dist.get_rank(), "world_size": str(dist.get_world_size()), "_barrier": lambda *_: dist.barrier()}
-    own |= {"call_dist_op": run_ring} if kind == "m00" else {}
+    own = {"rank": dist.get_rank(), "world_size": str(dist.get_world_size())}
+    own |= {"_barrier": lambda *_, **__: dist.barrier()} | ({"call_dist_op": run_ring} if kind == "m00" else {})
     cases = importlib.import_module("torch.testing._internal.common_utils").TestCase
     case = type("Case", (base, cases), own)(name)
     wrapper: Any = Baseline if kind in ("torch", "m00") else make_wrapper(Adapter, kind)
