@@ -151,14 +151,17 @@ def find_circle(places: Sequence[Divergence]) -> list[Divergence]:
 def diagnose(traces: Sequence[Trace]) -> Finding:
     """Return what broke the job, or "healthy" if nothing is missing, different or unfinished.
 
-    The place is the one that `choose_place` chooses among those of `list_places`. "dead", "unseen" and "healthy" have
-    none. The first kind that applies:
+    The place is the one that `choose_place` chooses among those of `list_places`. "untraced", "dead", "unseen" and
+    "healthy" have none. The first kind that applies:
 
     - The calls at the place do not agree. Return the finding of `check_runs`, if there is one. Otherwise, the culprits
       are the ranks with a call outside the largest set of agreeing calls; if two sets are largest, all ranks with a
       call. With one largest set, the kind is "missing" or "extra" if `compare_tails` says so. Otherwise it is
       "different_op", "different_size" or "different_dtype", the first that differs.
-    - "dead": some ranks of the world, or members of a group, have no trace. They are the culprits.
+    - Some ranks of the world, or members of a group, have no trace. A rank that ended without a call may have closed
+      their connections. So the kind is "ended" if members without the call have ended and have recorded something
+      (`find_last`): they are the culprits. Otherwise, the ranks without a trace are named. The kind is "untraced" if a
+      rank has ended, because no record shows who was first, and "dead" if none has.
     - "circular": every place waits for another. The place is the first of `find_circle`. In the circle, each place
       waits for the next one because of some members. The culprits are those of the smallest set: if rank 1 alone holds
       up one place, and seven ranks hold up the other, rank 1. If several sets are smallest, all of their ranks.

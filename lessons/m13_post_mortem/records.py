@@ -56,11 +56,12 @@ class Call:
 class Trace:
     """The calls of one rank in program order.
 
-    `world_size` is 0 if the file does not contain it. `has_ended`: the rank left its program normally. `num_lost`: so
-    many of its first calls are not in the record, because its ring buffer has overwritten them. `messages`: the sends
-    and receives, in program order. They have numbers of their own and are not aligned. `job` is equal on all ranks of a
-    job, or "" if the file does not contain it. `ends_with_message`: the rank launched its last message after its last
-    call. `time` is when the dump was written, in seconds since 1970, or 0 if the file does not contain it.
+    `world_size` is 0 if the file does not contain it. `has_ended`: the rank left its program normally, so it waits
+    in nothing. `num_lost`: so many of its first calls are not in the record, because its ring buffer has overwritten
+    them. `messages`: the sends and receives, in program order. They have numbers of their own and are not aligned.
+    `job` is equal on all ranks of a job, or "" if the file does not contain it. `ends_with_message`: the rank launched
+    its last message after its last call. `time` is when the dump was written, in seconds since 1970, or 0 if the file
+    does not contain it.
     """
 
     rank: int
@@ -200,6 +201,9 @@ def _make_trace(record: dict, name: str) -> Trace:
             f"the file does not contain the members of group {', '.join(sorted(unknown))}: torch's own dump of gloo "
             "lacks them if there are several groups, so use dump_trace"
         )
+    has_ended = bool(record.get("has_ended", False))
+    if has_ended:  # gloo marks a call as complete a moment after it returned, so the last one may not be marked yet
+        entries = [entry | {"state": "completed"} for entry in entries]
     num_lost = int(record["num_lost"] if "num_lost" in record else _count_lost(record))
     calls, messages, ends_with_message = _read_entries(entries, groups, world_size, num_lost > 0)
     first = _find_unbroken(calls)
@@ -208,7 +212,7 @@ def _make_trace(record: dict, name: str) -> Trace:
         rank=rank,
         world_size=world_size,
         calls=kept,
-        has_ended=bool(record.get("has_ended", False)),
+        has_ended=has_ended,
         num_lost=max(num_lost, *(number - 1 for number in first.values()), 0),
         messages=tuple(messages),
         job=str(record.get("job", "")),

@@ -215,14 +215,17 @@ def find_circle(places: Sequence[Divergence]) -> list[Divergence]:
 def diagnose(traces: Sequence[Trace]) -> Finding:
     """Return what broke the job, or "healthy" if nothing is missing, different or unfinished.
 
-    The place is the one that `choose_place` chooses among those of `list_places`. "dead", "unseen" and "healthy" have
-    none. The first kind that applies:
+    The place is the one that `choose_place` chooses among those of `list_places`. "untraced", "dead", "unseen" and
+    "healthy" have none. The first kind that applies:
 
     - The calls at the place do not agree. Return the finding of `check_runs`, if there is one. Otherwise, the culprits
       are the ranks with a call outside the largest set of agreeing calls; if two sets are largest, all ranks with a
       call. With one largest set, the kind is "missing" or "extra" if `compare_tails` says so. Otherwise it is
       "different_op", "different_size" or "different_dtype", the first that differs.
-    - "dead": some ranks of the world, or members of a group, have no trace. They are the culprits.
+    - Some ranks of the world, or members of a group, have no trace. A rank that ended without a call may have closed
+      their connections. So the kind is "ended" if members without the call have ended and have recorded something
+      (`find_last`): they are the culprits. Otherwise, the ranks without a trace are named. The kind is "untraced" if a
+      rank has ended, because no record shows who was first, and "dead" if none has.
     - "circular": every place waits for another. The place is the first of `find_circle`. In the circle, each place
       waits for the next one because of some members. The culprits are those of the smallest set: if rank 1 alone holds
       up one place, and seven ranks hold up the other, rank 1. If several sets are smallest, all of their ranks.
@@ -260,8 +263,14 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
         return check_runs(traces, place) or conclude(kind, culprits, place, made.values(), waits=own_waits)
     groups = {call.group: call.ranks for trace in traces for call in trace.calls}
     everybody = set(range(max(trace.world_size for trace in traces))).union(*groups.values())
-    if dead := sorted(everybody - by_rank.keys()):
-        return conclude("dead", dead)
+    absent = sorted(place.calls.keys() - made.keys()) if place else []
+    last = {rank: call.line for rank, trace in by_rank.items() if (call := find_last(trace))}
+    if untraced := sorted(everybody - by_rank.keys()):
+        left = [rank for rank in absent if rank in last and by_rank[rank].has_ended]
+        if place and left:
+            lines = [last[rank] for rank in left]
+            return check_runs(traces, place) or conclude("ended", left, place, made.values(), lines)
+        return conclude("untraced" if any(trace.has_ended for trace in traces) else "dead", untraced)
     if place and any(list_waiting_members(place, other) for other in places):  # no place is free
         circle = find_circle(places)
         arrows = [list_waiting_members(one, other) for one, other in zip(circle, [*circle[1:], circle[0]])]
@@ -269,7 +278,6 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
         culprits = sorted({rank for ranks in arrows if len(ranks) == fewest for rank in ranks})
         calls = [call for one in circle for call in one.calls.values() if call]
         return check_times(traces, circle[0]) or conclude("circular", culprits, circle[0], calls)
-    absent = sorted(place.calls.keys() - made.keys()) if place else []
     if place and not absent:
         late = sorted(rank for rank, call in made.items() if not call.has_started)
         kind, culprits = ("not_started", late) if 0 < len(late) < len(made) else ("stuck", sorted(made))
@@ -282,11 +290,11 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
         return conclude("stuck", list(waits), waits=waits) if waits and not is_over else conclude("healthy", [])
     ended = [rank for rank in absent if by_rank[rank].has_ended]
     culprits = ended or absent
-    last = [call.line for rank in culprits if (call := find_last(by_rank[rank]))]
+    lines = [last[rank] for rank in culprits if rank in last]
     if ended:
-        return check_runs(traces, place) or conclude("ended", culprits, place, made.values(), last)
+        return check_runs(traces, place) or conclude("ended", culprits, place, made.values(), lines)
     own_waits = {rank: waits[rank] for rank in culprits if rank in waits}
-    return check_times(traces, place) or conclude("behind", culprits, place, made.values(), last, own_waits)
+    return check_times(traces, place) or conclude("behind", culprits, place, made.values(), lines, own_waits)
     ### END SOLUTION
 
 

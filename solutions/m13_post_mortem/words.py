@@ -20,6 +20,7 @@ VERBS = {
     "different_size": "launched a call of a different size",
     "different_dtype": "launched a call with a different dtype",
     "dead": "left no trace: the process died, or its trace is not among these files",
+    "untraced": "left no trace, which accuses nobody, because other ranks have ended",
     "stuck": "did not complete a call that all members of the group launched",
     "not_started": "launched a call that did not start on the GPU, while it waits on other ranks' GPUs",
     "stale": "wrote the dump before other ranks launched a later call",
@@ -39,6 +40,8 @@ NEXT = {  # what to look at next
     "different_dtype": "Print the dtype before this line on every rank: autocast, a loaded checkpoint.",
     "dead": "Read the end of these ranks' logs, and the kernel's log: out of memory, a signal, a lost node. If a log "
     "says that a peer closed the connection, its rank is a victim: look for a rank that ended or died earlier.",
+    "untraced": "No record shows who was first. A rank that ended too early closes the connections of the others: "
+    "compare the number of batches. Or these ranks died: read the end of their logs. Or only their files are missing.",
     "stuck": "The calls agree in all that a recorder shows. It does not show the root, the reduce operation, split "
     "sizes, the network and the GPU: compare the arguments at this line on all ranks, then test network and GPUs.",
     "not_started": "Look at what these GPUs do before this line: another kernel, a copy, or a stream that waits.",
@@ -78,8 +81,8 @@ class Divergence:
 class Finding:
     """What broke the job: the kind, the culprits (sorted), the place, and the text.
 
-    `group` and `number` are the place, or None without one. For "unseen", `ranks` are those without a record, and for
-    "stale" those whose dump is too old. "running" names nobody.
+    `group` and `number` are the place, or None without one. For "unseen" and "untraced", `ranks` are those without a
+    record, and for "stale" those whose dump is too old. "running" names nobody.
     """
 
     kind: str

@@ -156,8 +156,14 @@ def diagnose(traces):
         return finish(kind, guilty, place, [place], list_waits(alive, guilty if kind == "missing" else []))
     known = {rank for trace in traces for call in trace.calls for rank in call.ranks}
     silent = sorted(known.union(range(traces[0].world_size)) - set(alive))
+    missing = sorted(absentees(place) & alive.keys()) if place else []
+    gone = [rank for rank in missing if alive[rank].has_ended]
+    lines = {rank: f"rank {rank} last called at {alive[rank].calls[-1].line}" for rank in alive if alive[rank].calls}
     if silent:
-        return Finding("dead", silent, None, None, f"No trace of {silent}.")
+        if known := [rank for rank in gone if rank in lines]:
+            return finish("ended", known, place, [place], [lines[rank] for rank in known])
+        kind = "untraced" if any(trace.has_ended for trace in traces) else "dead"
+        return Finding(kind, silent, None, None, f"No trace of {silent}.")
     if found and all(any(absentees(one) & callers(other) for other in found) for one in found):
         ring = next(rings(found))
         through = sorted((absentees(a) & callers(b) for a, b in zip(ring, ring[1:] + ring[:1], strict=True)), key=len)
@@ -176,9 +182,8 @@ def diagnose(traces):
         if pending and not all(trace.has_ended for trace in traces):
             return Finding("stuck", list(pending), None, None, f"Ranks {list(pending)} wait, and no record says why.")
         return Finding("healthy", [], None, None, "Nothing is wrong.")
-    gone = sorted(rank for rank in absentees(place) if alive[rank].has_ended)
-    guilty = gone or sorted(absentees(place))
-    last = [f"rank {rank} last called at {alive[rank].calls[-1].line}" for rank in guilty if alive[rank].calls]
+    guilty = gone or missing
+    last = [lines[rank] for rank in guilty if rank in lines]
     if gone:
         return finish("ended", gone, place, [place], last)
     return too_early(traces, place) or finish("behind", guilty, place, [place], last + list_waits(alive, guilty))

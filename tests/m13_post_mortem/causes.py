@@ -18,7 +18,10 @@ EVIDENCE = (
 )
 PROVEN = "the culprits' later calls are those of the others, one call ahead or behind: see compare_tails."
 FIRST = "the kind is the first of op, size and dtype that differs."
-NO_TRACE = "a rank of the world, or a member of a group, has no trace, and the calls agree. The kind is dead."
+NO_TRACE = "a rank of the world, or a member of a group, has no trace, and the calls agree: this case comes first."
+NO_PROOF = "a rank has ended, and may have taken those without a trace with it, so nothing shows who was first."
+TAKEN = "a member without the call has ended: ranks without a trace may be its victims."
+NOT_LEFT = "no member has ended without the call, or such members have recorded nothing, so no rank is accused."
 VICTIM = "calls that do not agree come before dead ranks: the dead rank may be a victim."
 ACCUSED = "a rank that has recorded nothing is accused, although nobody knows what it did."
 UNSEEN = "a rank that has recorded nothing was not seen, so nobody knows whether it broke the job."
@@ -60,13 +63,13 @@ def explain_place(traces, got, expected):
         lacking = {rank for rank, _ in expected[2]} - {rank for rank, _ in got[2]}
         return "calls has every member of the group. It is None for one without a trace." if lacking else ""
     if expected and is_real:
-        waiting = {one[0] for one in places if any(jobs.waits_for(one, other) for other in places)}
+        waiting = {one[0] for one in places if any(jobs.list_absent(one, other) for other in places)}
         if expected[0] in waiting:
             return "this divergence waits for another group, as all do, and is not the smallest (number, group)."
         if got[0] in waiting:
             return "this divergence waits for another group: a member without its call is in the other group's call."
         return "this divergence is not the smallest (number, group) of those that wait for no other."
-    if expected and not got and all(any(jobs.waits_for(one, other) for other in places) for one in places):
+    if expected and not got and all(any(jobs.list_absent(one, other) for other in places) for one in places):
         return "every place waits for another here, so the smallest of all is the answer."
     is_later = got and expected and got[0] == expected[0] and got[1] > expected[1]
     if expected and (is_later or not got):
@@ -87,8 +90,13 @@ OTHER_KIND = {  # the right kind and the returned one
     **dict.fromkeys(product(["unseen"], ["behind", "ended"]), ACCUSED),
     **dict.fromkeys(product(["unseen"], ["healthy", "stuck"]), UNSEEN),
     **dict.fromkeys(
-        product(["dead"], ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]), NO_TRACE
+        product(["dead", "untraced"], ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]),
+        NO_TRACE,
     ),
+    **dict.fromkeys(product(["ended"], ["dead", "untraced"]), TAKEN),
+    ("untraced", "dead"): NO_PROOF,
+    ("untraced", "ended"): NOT_LEFT,
+    ("dead", "untraced"): "no rank has ended, so those without a trace are what the others wait for: they are dead.",
     **dict.fromkeys(product(["running", "stale"], ["circular", "stuck", "not_started", "behind", "healthy"]), TIMES),
     **dict.fromkeys(product(["stale"], [*DIFFERENT, "missing", "extra"]), RUNS),
     **dict.fromkeys(product(["stuck"], ["behind", "ended"]), AT_A_CALL),

@@ -1,13 +1,14 @@
 """How often is module 13's program right? Break healthy jobs at random, write their dumps, and count what it finds.
 
-    python tests/m13_post_mortem/corpus.py               # 650 jobs of 4 ranks: 2600 dumps
+    python tests/m13_post_mortem/corpus.py               # 750 jobs of 4 ranks
 
 Each job makes 40 calls, of few operations and sizes, in the world and two pairs. Then one rank drops a call, swaps two
-of one group (swapped) or of two (order), changes a size or the root of a broadcast, stops or ends early, or its file is
-lost, cut off, without calls or from an earlier time. The ranks run until they hang: a call is complete if all members
-have launched the same as this and every earlier call of the group, and a rank waits if 1, 4 or 11 of its calls are not
-complete. Each buffer has room for 12 to 60 calls. So the traces of a fault may look like another fault. A swap that
-holds up nobody counts as no fault. "running" is a healthy job that wrote its dumps in between.
+of one group (swapped) or of two (order), changes a size or the root of a broadcast, stops, ends early or is killed, or
+its file is lost, cut off, without calls or from an earlier time. "victims died": it ended early, and some other ranks
+left no file. The ranks run until they hang: a call is complete if all members have launched the same as this and every
+earlier call of the group, and a rank waits if 1, 4 or 11 of its calls are not complete. Each buffer has room for 12 to
+60 calls. So the traces of a fault may look like another fault. A swap that holds up nobody counts as no fault.
+"running" is a healthy job that wrote its dumps in between.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ KINDS = {  # fault -> the kinds that are right for it
     "resized": {"different_size"},
     "stopped": {"behind"},
     "ended early": {"ended"},
-    "file lost": {"dead"},
+    "victims died": {"ended", "untraced"},
+    "killed": {"dead"},
+    "file lost": {"untraced"},
     "file cut off": {"refused"},
     "no calls": {"unseen"},
     "old file": {"stale"},
     "running": {"running", "healthy"},
 }
-BLAMELESS = {"healthy", "refused", "running", "stale", "stuck", "unseen"}  # findings that accuse nobody
+BLAMELESS = {"healthy", "refused", "running", "stale", "stuck", "unseen", "untraced"}  # findings that accuse nobody
 START_NS = 1_800_000_000_000_000_000
 
 
@@ -68,7 +71,7 @@ def make_programs(rng: random.Random, fault: str, rank: int) -> list[list[tuple]
         own[place] = (*own[place][:3], f"{own[place][3]} (root)")
     elif fault == "resized":
         own[place] = (*own[place][:2], own[place][2] + 1, own[place][3])
-    elif fault in ("stopped", "ended early"):
+    elif fault in ("stopped", "ended early", "victims died", "killed"):
         del own[place:]
     return programs
 
@@ -140,13 +143,15 @@ def make_job(rng: random.Random, fault: str, folder: Path) -> set[int]:
     """Write the dumps of a job with this fault. Return the rank that holds up the others, if one does."""
     rank = rng.randrange(4)
     records = run(rng, make_programs(rng, fault, rank), fault, rank)
+    victims = rng.sample([member for member in range(4) if member != rank], rng.randint(1, 3))
+    lost = {"victims died": victims, "killed": [rank], "file lost": [rank]}.get(fault, [])
     for member, record in enumerate(records):
         kept = [] if fault == "no calls" and member == rank else record["entries"][-rng.randint(12, 60) :]
         record |= {"entries": kept, "num_lost": kept[0]["record_id"] if kept else 0}
         text = json.dumps(record)
         if fault == "file cut off" and member == rank:
             text = text[: rng.randrange(len(text))]
-        if fault != "file lost" or member != rank:
+        if member not in lost:
             (folder / f"dump_{member}.json").write_text(text)
     is_harmless = fault in ("swapped", "order") and all(record["has_ended"] for record in records)
     return set() if fault in ("none", "running") or is_harmless else {rank}
@@ -194,4 +199,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "solutions"))
     from m13_post_mortem import post_mortem
 
-    print_table(list(examine(post_mortem, 650)))
+    print_table(list(examine(post_mortem, 750)))

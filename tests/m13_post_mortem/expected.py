@@ -159,11 +159,6 @@ def list_free(places):
     return [one for one in places if not any(list_absent(one, other) for other in places)]
 
 
-def waits_for(first, second):
-    """Return whether a member has not come to the first place (group, number, calls), but to the second."""
-    return bool(list_absent(first, second))
-
-
 def choose(places):
     """Return the place (group, number, {member: call or None}) that waits for no other, or None without any."""
     return min(list_free(places) or places, key=lambda place: (place[1], place[0]), default=None)
@@ -266,14 +261,32 @@ def change(rng, field, world_size=None, has_majority=True):
 
 
 def die(rng):
-    """Return a job some of whose ranks left no trace; the others wait."""
+    """Return a job some of whose ranks left no trace; the others wait. They may know the groups, but no world size."""
     world_size = rng.randint(2, 6)
     groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
     program[0]["group"] = "0"
     dead = sorted(rng.sample(range(world_size), rng.randint(1, world_size - 1)))
     stop = rng.randint(1, len(program) - 1)
     programs = {rank: program[: stop + rng.randint(0, 1)] for rank in range(world_size) if rank not in dead}
-    return "dead", dead, make_traces(groups, programs)
+    size = rng.choice((0, world_size))
+    return "dead", dead, [dict(trace, world_size=size) for trace in make_traces(groups, programs)]
+
+
+def leave_early(rng):
+    """Return a job in which ranks ended, maybe too early, and others left no trace. The rest waits, or is late."""
+    world_size = rng.randint(3, 6)
+    groups, program = make_program(rng, world_size)
+    ranks, ends = rng.sample(range(world_size), world_size), sorted(rng.sample(range(1, world_size + 1), 2))
+    ended, lost, others = ranks[: ends[0]], ranks[ends[0] : ends[1]], ranks[ends[1] :]
+    waiting, is_silent = others[: rng.randint(1, 3)], rng.random() < 0.3  # silent: the ended ranks recorded nothing
+    groups["1"], program[-1]["group"] = tuple(sorted(lost + others)), rng.choice("001")
+    programs = {rank: program[: None if rank in waiting else -1] for rank in range(world_size)}
+    traces = [trace for trace in make_traces(groups, programs) if trace["rank"] not in lost]
+    for trace in traces:
+        trace["has_ended"] = trace["rank"] in ended
+        trace["calls"] = [] if is_silent and trace["has_ended"] else trace["calls"]
+    is_proof = waiting and program[-1]["group"] == "0" and not is_silent
+    return ("ended", sorted(ended), traces) if is_proof else ("untraced", sorted(lost), traces)
 
 
 def stop_early(rng, kind):
@@ -583,12 +596,6 @@ def change_twice(rng):
     for number, rank in enumerate(culprits, 1):
         programs[rank][place] = dict(program[place], sizes=((program[place]["sizes"][0][0] + 10_000 * number,),))
     return "different_size", culprits, make_traces(groups, programs)
-
-
-def die_in_a_job_of_unknown_size(rng):
-    """Return a job some of whose ranks left no trace, and are known only as members of groups."""
-    kind, dead, traces = die(rng)
-    return kind, dead, [dict(trace, world_size=0) for trace in traces]
 
 
 def skip_then_differ(rng):
