@@ -19,9 +19,7 @@ EVIDENCE = (
 PROVEN = "the culprits' later calls are those of the others, one call ahead or behind: see compare_tails."
 FIRST = "the kind is the first of op, size and dtype that differs."
 NO_TRACE = "a rank of the world, or a member of a group, has no trace, and the calls agree: this case comes first."
-NO_PROOF = "a rank has ended, and may have taken those without a trace with it, so nothing shows who was first."
 TAKEN = "a member without the call has ended: ranks without a trace may be its victims."
-NOT_LEFT = "no member has ended without the call, or such members have recorded nothing, so no rank is accused."
 VICTIM = "calls that do not agree come before dead ranks: the dead rank may be a victim."
 ACCUSED = "a rank that has recorded nothing is accused, although nobody knows what it did."
 UNSEEN = "a rank that has recorded nothing was not seen, so nobody knows whether it broke the job."
@@ -30,6 +28,7 @@ RUNS = "the finding of check_runs, which says that a dump may be of another run,
 AT_A_CALL = "a member that has launched this call has come to it, whatever it launched later, so it is the place."
 NO_PLACE = "a call that a member has not launched is a divergence, and no place of list_unfinished."
 DIFFERENT = [*jobs.DIFFERENCES.values()]
+LATER = ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]  # than ranks without a trace
 
 
 def explain_alignment(traces, got, expected):
@@ -89,13 +88,10 @@ OTHER_KIND = {  # the right kind and the returned one
     ("ended", "behind"): "some of the members without the call have ended. The kind is ended.",
     **dict.fromkeys(product(["unseen"], ["behind", "ended"]), ACCUSED),
     **dict.fromkeys(product(["unseen"], ["healthy", "stuck"]), UNSEEN),
-    **dict.fromkeys(
-        product(["dead", "untraced"], ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]),
-        NO_TRACE,
-    ),
+    **dict.fromkeys(product(["dead", "untraced"], LATER), NO_TRACE),
     **dict.fromkeys(product(["ended"], ["dead", "untraced"]), TAKEN),
-    ("untraced", "dead"): NO_PROOF,
-    ("untraced", "ended"): NOT_LEFT,
+    ("untraced", "dead"): "a rank has ended, and the others may be its victims: nothing shows who was first.",
+    ("untraced", "ended"): "no member has ended without the call, or it has recorded nothing, so no rank is accused.",
     ("dead", "untraced"): "no rank has ended, so those without a trace are what the others wait for: they are dead.",
     **dict.fromkeys(product(["running", "stale"], ["circular", "stuck", "not_started", "behind", "healthy"]), TIMES),
     **dict.fromkeys(product(["stale"], [*DIFFERENT, "missing", "extra"]), RUNS),
