@@ -48,7 +48,6 @@ default_role = "code"
 highlight_language = "none"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-maximum_signature_line_length = 88
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"
