@@ -360,12 +360,12 @@ def test_each_mark_of_a_step_stands_out_from_the_page(page, site, scheme, parts)
     page.emulate_media(color_scheme=scheme)
     for chapter in ("m04_bucketed_ddp", "m08_zero_optimizer"):
         page.goto((site / "lessons" / chapter / "README.html").as_uri())
+        page.wait_for_selector("[data-timeline] .launch", state="attached")  # the script has drawn the figure
         ground = measure(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         read = """(parts) => [...document.querySelectorAll("[data-timeline] :is(.block:not(.exposed), .launch)")].map(
             (one) => parts.map((part) => getComputedStyle(one)[part]))"""
-        marks = page.evaluate(read, parts)
-        tones = [[measure(colour) / ground for colour in one if colour != "none"] for one in marks]
-        assert len(marks) > 20 and all(max(max(tone, 1 / tone) for tone in one) >= 3 for one in tones)
+        marks = [[measure(tone) / ground for tone in one if tone != "none"] for one in page.evaluate(read, parts)]
+        assert len(marks) > 20 and all(max(max(tone, 1 / tone) for tone in one) >= 3 for one in marks)
 
 
 def test_a_prediction_is_kept_on_this_device_and_compared_after_the_answer_is_open(page, site):
