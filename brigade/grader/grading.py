@@ -25,7 +25,6 @@ from brigade.course.table.modules import MODULES, get_module
 from brigade.course.table.submission import Snapshot, list_earlier
 from brigade.grader.outcome import Grading
 from brigade.ranks.errors import UserError
-from brigade.ranks.runner.crew import Crews
 from brigade.ranks.runner.server import SERVER
 from brigade.ranks.verdict import make_not_run
 
@@ -72,7 +71,6 @@ def grade(
         if any(future.running() for future in schedule.started.values()):
             SERVER.close()  # ends the ranks of checks whose outcomes nobody needs any more
         pool.shutdown()  # no thread outlives the isolation
-        schedule.crews.end()
     grading.finished = True
     on_change()
     return grading
@@ -121,7 +119,6 @@ class Schedule:
     # the number of checks that have reached their deadline, by module and by whether earlier modules were replaced
     timeouts: Counter[tuple[int, bool]] = field(default_factory=Counter)
     started: dict[tuple[GradedCheck, Replaced], Future[Outcome]] = field(default_factory=dict)  # before their turn
-    crews: Crews = field(default_factory=Crews)
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
@@ -198,9 +195,8 @@ class Schedule:
         """Run one check in this thread."""
         assert isinstance(check, Check)  # from `collect`
         source = self.prior if self.prior != "auto" else "reference" if replaced else "own"
-        with self.crews.lend() as crew:
-            conditions = replace(self.conditions, ends_at=ends_at, crew=crew)
-            return run_check(check, self.snapshot, conditions, source, replaced=replaced)
+        conditions = replace(self.conditions, ends_at=ends_at)
+        return run_check(check, self.snapshot, conditions, source, replaced=replaced)
 
     def skip(self, outcome: Outcome, reason: str) -> None:
         """Record why a check does not run. Keep the verdict of an earlier attempt."""

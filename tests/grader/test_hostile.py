@@ -365,10 +365,10 @@ def test_a_fork_server_that_is_killed_is_started_again(moment, user, submission,
     fork, servers = ranks.SERVER.fork, []
 
     def fork_and_kill(*arguments: Any) -> list[int]:
-        """Kill the server once, in the third fork, while ranks wait that have served a run."""
+        """Kill the server once, in the fifth run of ranks."""
         servers.append(ranks.SERVER._process)
-        pids = fork(*arguments) if len(servers) != 3 or moment == "after the fork" else []
-        if len(servers) == 3:
+        pids = fork(*arguments) if len(servers) != 5 or moment == "after the fork" else []
+        if len(servers) == 5:
             servers[-1].kill()
             servers[-1].wait()
         return pids or fork(*arguments)
@@ -376,7 +376,7 @@ def test_a_fork_server_that_is_killed_is_started_again(moment, user, submission,
     monkeypatch.setattr(ranks.SERVER, "fork", fork_and_kill)
     graded = Graded(submission, tmp_path / "results.json", RIGHT)
     assert graded.state.score == 8, graded.failures
-    assert servers[2] is servers[0] is not servers[-1]
+    assert servers[4] is servers[0] is not servers[-1]
     expect_nothing_left(user)
 
 

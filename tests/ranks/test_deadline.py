@@ -70,16 +70,15 @@ def test_ranks_that_lack_processor_time_get_more(first, second, own_delay, ends,
 
 
 def test_they_get_it_until_they_have_run_enough_or_for_five_times_the_deadline(proc, monkeypatch):
-    proc({"self": [(0, 0)], FIRST: [(100, 0)], SECOND: [(0, 0)]})  # the first rank has served a run before
+    proc({"self": [(0, 0)], FIRST: [(1, 19)], SECOND: [(0, 0)]})
     clock, one = begin(monkeypatch)
-    proc({FIRST: [(101, 19)]})
     assert not run_until(clock, one, 20.1)
-    proc({FIRST: [(103, 57)]})
+    proc({FIRST: [(3, 57)]})
     assert not run_until(clock, one, 60)
-    proc({FIRST: [(104, 76)]})
+    proc({FIRST: [(4, 76)]})
     assert run_until(clock, one, 80) and 60 <= one.limit_s <= 80
     clock, one = begin(monkeypatch)
-    proc({FIRST: [(105, 175)]})
+    proc({FIRST: [(1, 99)]})
     assert not run_until(clock, one, 99)
     assert run_until(clock, one, 100.1) and 99 <= one.limit_s <= 100
 

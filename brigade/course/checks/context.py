@@ -18,7 +18,6 @@ from brigade.course.table.skeletons import find_part_in
 from brigade.ranks.borders import list_batches
 from brigade.ranks.events import OPPOSITES, launches
 from brigade.ranks.runner import machine, options, ranks
-from brigade.ranks.runner.crew import Crew
 from brigade.ranks.runner.deadline import BUSY
 from brigade.ranks.runner.failure import OTHER_SIZE
 from brigade.ranks.texts import Sources
@@ -62,7 +61,6 @@ class Conditions:
     deadline_s: float | None = None  # for one run of ranks
     ends_at: float = math.inf  # the value of time.monotonic() by which a check has to end
     is_debugged: bool = False
-    crew: Crew | None = field(default=None, compare=False)  # whose ranks serve the runs of several checks
     uses_hidden: bool = False  # whether checks may use cases that students never get: when they are graded
     stopped: threading.Event = field(
         default_factory=threading.Event, compare=False
@@ -211,7 +209,6 @@ class CheckContext:
             packages={"submission": self.sources, **(packages or {})},
             most_values=getattr(scenario, "most_values", options.MOST_VALUES),
             graded=True,
-            crew=how.crew,
             seed=self.rng.randrange(2**63),
             terminal=how.is_debugged,
             **{"mode": "strict"} | more,

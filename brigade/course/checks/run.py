@@ -20,7 +20,6 @@ from brigade.course.table.submission import Snapshot, resolve_target, take_snaps
 from brigade.ranks import dynamo_stub
 from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine
-from brigade.ranks.runner.crew import Crew, Crews
 from brigade.ranks.runner.failure import SHORT
 from brigade.ranks.runner.server import SERVER, ServerLost
 from brigade.ranks.texts import Sources, holds_sealed, is_sealed
@@ -43,29 +42,9 @@ def run_check(
     """Run one check on the submission in `target`, or on the texts `sources` instead, and return the outcome.
 
     `prior_source` and `replaced` select the earlier modules (see `Snapshot.read`). Only KeyboardInterrupt and similar
-    exceptions are raised. If a check fails on ranks that have served another run (`conditions.crew`), it is repeated,
-    and then each run has new ranks.
+    exceptions are raised.
     """
-    crew, started = conditions.crew or Crew(), time.monotonic()
-    crew.has_served = False
-    outcome = run_check_once(check, target, conditions, prior_source, sources, replaced)
-    if not outcome.passed:
-        crew.end()
-        if crew.has_served and outcome.status != "not written":
-            outcome = run_check_once(check, target, replace(conditions, crew=None), prior_source, sources, replaced)
-    outcome.seconds = time.monotonic() - started
-    return outcome
-
-
-def run_check_once(
-    check: Check,
-    target: str | Path | Snapshot,
-    conditions: Conditions,
-    prior_source: str,
-    sources: Sources | None,
-    replaced: Collection[int] | None,
-) -> Outcome:
-    """Run one check as `run_check` does, on the ranks of the crew."""
+    started = time.monotonic()
     snapshot = take_snapshot(target)
     repeat = make_repeat_command(check, snapshot.name, conditions, prior_source)
     outcome = Outcome(check, "passed", prior_source=prior_source, repeat=repeat)
@@ -98,6 +77,7 @@ def run_check_once(
     outcome.printed = context.output if context else []
     if context and holds_sealed(context.sources):
         shorten(outcome)
+    outcome.seconds = time.monotonic() - started
     return outcome
 
 
@@ -115,7 +95,7 @@ def is_broken(check: Check, outcome: Outcome, conditions: Conditions, sources: S
     if not HAS_SOLUTIONS or not (outcome.exception or is_import):
         return False
     own = next(path for name, (path, _) in sources.items() if name.startswith(get_module(check.module).package))
-    return is_sealed(own) or not run_check(check, "solutions", replace(conditions, crew=None)).passed
+    return is_sealed(own) or not run_check(check, "solutions", conditions).passed
 
 
 def run_checks(
@@ -133,7 +113,6 @@ def run_checks(
     checks judge the same text, even if a student saves a file before the last check starts.
     """
     hung = 0
-    crews = Crews()
     snapshot = take_snapshot(target)
     pool = ThreadPoolExecutor(at_a_time)
     futures: dict[tuple[int, str], Future[Outcome]] = {(check.module, check.name): Future() for check in checks}
@@ -145,8 +124,7 @@ def run_checks(
             return Outcome(check, verdict=make_not_run(f"first {first.check.number}"))
         if hung >= HUNG_LIMIT:
             return Outcome(check, verdict=make_not_run(f"{hung} earlier checks reached their time limit"))
-        with crews.lend() as crew:
-            outcome = run_check(check, snapshot, replace(conditions, crew=crew), prior_source)
+        outcome = run_check(check, snapshot, conditions, prior_source)
         hung += outcome.ending == "deadline"
         return outcome
 
@@ -170,7 +148,6 @@ def run_checks(
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        crews.end()
 
 
 def start_server() -> None:

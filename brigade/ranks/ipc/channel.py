@@ -1,4 +1,4 @@
-"""The two ends of the channel between a rank and the parent. The rank gets requests, and sends events and results.
+"""The two ends of the channel between a rank and the parent. The rank gets one request, and sends events and results.
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
 list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a witness, some events are

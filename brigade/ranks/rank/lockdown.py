@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -43,16 +42,7 @@ class Apart(TorchDispatchMode):
 def expect_submission(recorder: Recorder, report: Callable[[BaseException], None]) -> None:
     """From now on, only the submission itself may call collectives, and only in threads that it has not started.
 
-    Torch's own wrappers are finished answers to the assignments.
-    """
-    recorder.is_graded, recorder.expect_recorded_thread = True, limit_threads(report)
-
-
-@functools.cache  # a rank may serve several runs
-def limit_threads(report: Callable[[BaseException], None]) -> Callable[[], None]:
-    """From now on, let operations on tensors fail in threads that the submission starts.
-
-    Return a function that raises RuntimeError in them. On CUDA, autograd runs hooks in a thread of torch.
+    Torch's own wrappers are finished answers to the assignments. On CUDA, autograd runs hooks in a thread of torch.
     """
     current = threading.local()
 
@@ -64,11 +54,11 @@ def limit_threads(report: Callable[[BaseException], None]) -> Callable[[], None]
         if hasattr(current, "apart"):
             current.apart.refuse()
 
+    recorder.is_graded, recorder.expect_recorded_thread = True, expect_recorded_thread
     for module, prefix in ((_thread, ""), (threading, "_")):
         for name in THREAD_STARTS:
             if start := getattr(module, prefix + name, None):
                 setattr(module, prefix + name, partial(start_apart, start, run_apart))
-    return expect_recorded_thread
 
 
 def start_apart(

@@ -3,8 +3,8 @@
 A rank has two file descriptors. `channel.py` describes its `control` channel. Its standard output and error go to
 `output`, and so do its stacks, which it prints when it receives SIGUSR1.
 
-After sending its results, a rank waits for the request of another run, or to be killed. If it tore down gloo while a
-peer still used the connection, the peer could abort, so it does this only when another run begins.
+After sending its results, a rank waits to be killed. If it tore down gloo while a peer still used the connection, the
+peer could abort.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from brigade.ranks.sandbox import enter
 MAX_MESSAGE = 4_000  # characters of an exception's message that are sent
 SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
 
-installed: dict[str, list[str]] = {}  # the paths of the packages that this rank can import, by package
-
 # NVIDIA's containers let float32 matrix products round to 10 bits of mantissa by these variables.
 TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 
@@ -49,6 +47,8 @@ def main(control_fd: int, output_fd: int, server: int) -> None:
     """Run a rank in a process that the server has just forked. Never return."""
     channel = Channel(control_fd)
     request = channel.receive_request()
+    if request["calls"] is None:  # those of a notebook come later
+        request["calls"] = channel.receive_calls()
     redirect(output_fd, request["terminal"])
     faulthandler.register(signal.SIGUSR1, file=output_fd, all_threads=True)
     if sys.platform == "linux":  # the server has answered, so no helper of it is this process's parent
@@ -59,17 +59,11 @@ def main(control_fd: int, output_fd: int, server: int) -> None:
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
 
     def report(error: BaseException) -> None:
-        channel.send_failure(describe_exception(error, installed))
+        channel.send_failure(describe_exception(error, request["packages"]))
 
     try:
-        while True:
-            if request["calls"] is None:  # those of a notebook come later
-                request["calls"] = channel.receive_calls()
-            for result in run(request, channel.add_event, report, channel if request["witness"] else None):
-                with contextlib.suppress(Exception):  # the submission may have replaced it
-                    sys.stdout.flush()
-                channel.send_result(wire.encode(result))
-            request = channel.receive_request()  # of another run, if this rank stays for it
+        for result in run(request, channel.add_event, report, channel if request["witness"] else None):
+            channel.send_result(wire.encode(result))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
         report(error)
     sys.stdout.flush()
@@ -103,8 +97,6 @@ def run(
             # as long. If the user has chosen another policy, such as that of idle processes, ranks keep it.
             if os.sched_getscheduler(0) == os.SCHED_OTHER:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if directory := request.get("directory"):  # that of this run
-        os.chdir(directory)
     os.environ.update(request["environment"])
     store = dist.HashStore() if witness else dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
     return perform(request, sink, store, report=report, witness=witness)
@@ -126,10 +118,9 @@ def perform(
     With `witness`, the channel to the witness in the parent, the group communicates through it instead of `backend`.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
-    for package, sources in request.pop("packages").items():  # later, the texts and the compiled code are dropped
+    for package, sources in request["packages"].items():
         texts.install(package, sources)
-        installed[package] = [path for path, *_ in sources.values()]
-    gc.collect()  # free the models of earlier runs
+        request["packages"][package] = [path for path, *_ in sources.values()]  # drop texts and compiled code
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the first step of Adam would initialise CUDA
     torch.set_num_threads(request["threads"])
@@ -153,15 +144,12 @@ def perform(
     if request.get("graded"):
         expect_submission(recorder, report)
     kept = scatter(request["seed"]) if request["mode"] == "strict" else []
-    calls = request["calls"]
-    for number, args in enumerate(calls):
+    for number, args in enumerate(request["calls"]):
         if number:
             gc.collect()  # free the models of earlier calls: their memory and hooks could affect the next call
         result = function(*args)
         if backend == "nccl":
             torch.cuda.synchronize()
-        if isinstance(calls, list) and number == len(calls) - 1:
-            recorder.stop()
         yield result
     kept.clear()
 

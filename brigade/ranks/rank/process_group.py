@@ -15,7 +15,6 @@ from brigade.ranks.rank import api
 from brigade.ranks.rank.recorder import Recorder
 from brigade.ranks.rank.recording_group import BACKEND, RecordingGroup
 
-_create: Callable[..., RecordingGroup] | None = None  # creates the groups of the current run
 GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/core.md
 
 
@@ -26,7 +25,7 @@ def start(
     make_inner: Callable[[str, list[int], Any], Any],
     **options: Any,
 ) -> None:
-    """Start the default process group of this rank, with these options of `init_process_group`. End an earlier one.
+    """Start the default process group of this rank, with these options of `init_process_group`.
 
     This group and all later ones are a `group_class`. They wrap what `make_inner` returns for a group's name, its
     global ranks and torch's options, after all ranks of the group have called it.
@@ -43,19 +42,9 @@ def start(
             register(group, device)
         return group
 
-    global _create
-    is_first, _create = _create is None, create
-    if is_first:
-        dist.Backend.register_backend(BACKEND, _create_now, extended_api=True, devices=["cpu", "cuda"])
-        _wrap_group_functions(backend)
-    elif dist.is_initialized():
-        dist.destroy_process_group()
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    _wrap_group_functions(backend)
     dist.init_process_group(BACKEND, **options)
-
-
-def _create_now(*args: Any) -> RecordingGroup:
-    assert _create is not None
-    return _create(*args)
 
 
 def make_torch_group(backend: str, name: str, ranks: list[int], options: Any) -> dist.ProcessGroup:

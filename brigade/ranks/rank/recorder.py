@@ -45,11 +45,6 @@ class Recorder:
             self.progress += kind != "end"
             self._sink({"kind": kind, "time": perf_counter(), "phase": self.phase, **fields})
 
-    def stop(self) -> None:
-        """Record nothing from now on. Transfers may end later, when this rank serves a run with another recorder."""
-        with self._lock:
-            self._sink = lambda event: None
-
     def launch(self, **fields: Any) -> int:
         """Record a launch and return its number."""
         with self._lock:

@@ -33,7 +33,6 @@ class Deadline:
         self._pids = pids
         self._began = time.monotonic()
         self._own_delay_s = self._read_own_delay()
-        self._before = [add_threads(pid) for pid in pids]  # ranks may have stayed from an earlier run
         self._next_look_s = self.limit_s
 
     def has_passed(self) -> bool:
@@ -51,10 +50,10 @@ class Deadline:
         own_delay_s = self._read_own_delay()
         if own_delay_s is None or self._own_delay_s is None:
             return False
-        by_rank = list(zip(map(add_threads, self._pids), self._before, strict=True))
-        ran_s = max(ran - ran_before for (ran, _), (ran_before, _) in by_rank)
+        by_rank = [read_threads(pid) for pid in self._pids]
+        ran_s = max(sum(ran for ran, _ in threads) for threads in by_rank)
         delay_s = own_delay_s - self._own_delay_s  # ranks wait for this process
-        delay_s += sum(delay - delay_before for (_, delay), (_, delay_before) in by_rank)
+        delay_s += sum(delay for threads in by_rank for _, delay in threads)
         return max(ran_s, elapsed_s - delay_s) < self._enough_s
 
     @staticmethod
@@ -63,12 +62,6 @@ class Deadline:
         for _, delay in read_threads("self", str(threading.get_native_id())):
             return delay
         return None
-
-
-def add_threads(pid: int) -> tuple[float, float]:
-    """Return the seconds that all threads of a process have run, and that they have waited for a processor."""
-    threads = read_threads(pid)
-    return sum(ran for ran, _ in threads), sum(delay for _, delay in threads)
 
 
 def read_threads(pid: int | str, thread: str = "*") -> list[tuple[float, float]]:

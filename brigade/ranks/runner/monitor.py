@@ -30,7 +30,6 @@ from brigade.ranks.events import validate
 from brigade.ranks.ipc import wire
 from brigade.ranks.ipc.temporary import remove
 from brigade.ranks.progress import Progress
-from brigade.ranks.runner.crew import Crew
 from brigade.ranks.runner.deadline import Deadline
 from brigade.ranks.runner.failure import RankFailure, make_exception_failure
 from brigade.ranks.runner.options import MOST_LETTERS, RunOptions
@@ -55,19 +54,9 @@ UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError
 class Monitor:
     """The ranks of one run, and the loop that listens to them."""
 
-    def __init__(
-        self,
-        how: RunOptions,
-        packages: dict[str, Sources],
-        requests: Sequence[dict[str, Any]],
-        ranks: Sequence[RankProcess] = (),
-    ):
-        """Use these `ranks` of the last run first."""
+    def __init__(self, how: RunOptions, packages: dict[str, Sources], requests: Sequence[dict[str, Any]]):
         self.progress = Progress(how.world_size)
-        for rank in ranks:
-            rank.begin(rank.number, self.progress.ranks[rank.number], requests[rank.number])
-        self.ranks = [*ranks]
-        self.ranks += [RankProcess(i, self.progress.ranks[i], requests[i]) for i in range(len(ranks), len(requests))]
+        self.ranks = [RankProcess(rank, self.progress.ranks[rank], its) for rank, its in enumerate(requests)]
         self._how, self._packages = how, packages
         self._allowances = [wire.Allowance(how.most_values, MOST_LETTERS) for _ in self.ranks]  # if the run is graded
         self._directory: Path | None = None  # of the run
@@ -83,24 +72,22 @@ class Monitor:
 
     def start(self) -> None:
         """Let the server, which has been started, fork the ranks in a new directory. Send each rank its request."""
-        new = [rank for rank in self.ranks if not rank.pid]
-        rank_ends = [descriptor for rank in new for descriptor in rank.rank_ends]
+        rank_ends = [descriptor for rank in self.ranks for descriptor in rank.rank_ends]
         try:
             self._directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
             if SERVER.sandbox:
                 for path in (SERVER.scratch, self._directory):
                     path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
-            pids = SERVER.fork(rank_ends, self._directory, self._how.memory) if new else []
+            pids = SERVER.fork(rank_ends, self._directory, self._how.memory)
         finally:
             for descriptor in rank_ends:
                 os.close(descriptor)
-        for rank, pid in zip(new, pids, strict=True):
+        for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
-        for rank in self.ranks:
             serve_channel = functools.partial(self._serve_channel, rank)
             self._selector.register(rank.channel.socket, selectors.EVENT_READ, serve_channel)
             self._selector.register(rank.pipe, selectors.EVENT_READ, rank.read_pipe)
-            rank.send_request(self._packages, None if SERVER.sandbox else self._directory)
+            rank.channel.send(wire.encode(rank.request))
 
     def watch(self, deadline_s: float | None, longest_s: float | None = None) -> RankFailure | None:
         """Listen until all ranks have delivered their results or the run has failed.
@@ -136,16 +123,6 @@ class Monitor:
         """Read what the ranks have sent and printed so far."""
         while self._listen(0):
             pass
-
-    def release(self, crew: Crew) -> bool:
-        """Let the ranks, which have delivered all results, stay in a crew. Return whether they can."""
-        for rank in self.ranks:
-            rank.read_rest()
-        if self._directory and not any(rank.is_closed or rank.failure for rank in self.ranks):
-            self._selector.close()
-            self._has_ended = True
-            crew.keep(self.ranks, self._directory)
-        return self._has_ended
 
     def end(self) -> None:
         """Kill and reap all ranks. Read the rest of their output, and remove the directory of the run.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from brigade.ranks.events import Event
-from brigade.ranks.runner.crew import Crew
 from brigade.ranks.runner.deadline import BUSY
 from brigade.ranks.runner.server import SERVER
 from brigade.ranks.runner.witness import Witness
@@ -40,7 +39,6 @@ class RunOptions:
     terminal: bool = False  # run on this terminal without a deadline, for a debugger
     # False: events arrive in batches, which disturb a measurement less. A deadlock is then found only at the deadline.
     stream: bool = True
-    crew: Crew | None = None  # ranks of earlier runs that this one may use, and that stay for later ones
     on_event: Callable[[int, Event], None] | None = None  # called in this process with each event as it arrives
 
     @property
@@ -54,11 +52,6 @@ class RunOptions:
         if self.deadline is None and self.longest is None:
             return BUSY * DEADLINE_S[self.backend]
         return self.longest
-
-    @property
-    def can_share_ranks(self) -> bool:
-        """Whether these ranks may stay for other runs."""
-        return self.backend == "gloo" and not self.memory and not self.terminal
 
     @property
     def witness(self) -> type[Witness] | None:

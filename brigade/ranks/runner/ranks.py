@@ -8,7 +8,7 @@
 `function` is a top-level function of a file. The ranks import that file, and the files that it imports, from their
 source text. Each rank is a fresh process with an initialised default process group. Every rank must return a value that
 `wire.py` can encode; otherwise `RankFailure` reports the rank and the reason. When `run_ranks` returns or raises, all
-ranks have been killed and reaped, and their files have been removed, except those of a `crew` (`crew.py`).
+ranks have been killed and reaped, and their files have been removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 from brigade.ranks.borders import number_batches
 from brigade.ranks.events import Event
-from brigade.ranks.runner.crew import Crew
 from brigade.ranks.runner.failure import RankFailure
 from brigade.ranks.runner.machine import count_cores, make_nccl_environments
 from brigade.ranks.runner.options import MODES, RunOptions
@@ -81,25 +80,16 @@ def run_calls(
     how = RunOptions(**options)
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}
-    crew = how.crew or Crew()
-    if how.can_share_ranks:
-        crew.prepare(packages)
-    else:
-        crew.end()  # so that never more ranks are alive than a run has
     requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
     SERVER.start()
     from brigade.ranks.runner.monitor import Monitor  # torch is imported while the server is starting
 
-    monitor = Monitor(how, packages, requests, crew.take(how.world_size))
-    stay = False
+    monitor = Monitor(how, packages, requests)
     try:
         monitor.start()
         failure = monitor.watch(how.deadline_s, how.longest_s)
-        stay = bool(how.crew and how.can_share_ranks and not failure) and monitor.release(crew)
     finally:
         monitor.end()
-        if not stay:
-            crew.end()  # those that this run did not need
     events = [rank.record.calls for rank in monitor.ranks]
     output = [rank.read_output() for rank in monitor.ranks]
     carried = monitor.list_carried() if how.witness else None

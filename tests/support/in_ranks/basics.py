@@ -77,19 +77,6 @@ def write_file(name: str) -> str:
     return f"{os.path.abspath(name)} {os.getpid()}"
 
 
-def list_files() -> list[str]:
-    """Return the names of the files in this rank's directory, except the one in which gloo's ranks meet."""
-    return sorted({*os.listdir()} - {"rendezvous"})
-
-
-def print_text(text: str) -> None:
-    print(text, end="")
-
-
-def launch_without_waiting() -> None:
-    dist.all_reduce(torch.ones(1000), async_op=True)
-
-
 def fail(rank: int, message: str) -> None:
     """Raise ValueError on one rank, after all ranks have printed something, while the others wait for it."""
     print("before the error")
