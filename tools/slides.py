@@ -63,7 +63,9 @@ def make_deck(path: Path) -> str:
     notebook.cells[1].source += f"\n\n{sheet.source}"  # the notes on the first slide
     exporter = SlidesExporter(raw_template=TEMPLATE.read_text(), embed_images=True)
     deck = {"styles": join_files(STYLES), "script": join_files(SCRIPTS)}
-    html, _ = exporter.from_notebook_node(notebook, resources={"deck": deck})
+    for cell in notebook.cells:  # the exporter embeds only what is below the directory that it gets
+        cell.source = re.sub(r"(!\[[^]]*\]\()\.\./", r"\1", cell.source)
+    html, _ = exporter.from_notebook_node(notebook, {"deck": deck, "metadata": {"path": str(ROOT)}})
     return html
 
 

@@ -279,13 +279,13 @@ def slides() -> ModuleType:
     return slides
 
 
-def test_a_deck_needs_no_network(slides: ModuleType) -> None:
-    """The deck contains scripts, styles, figures, formulas and outputs of module 4, and notes with the run sheet."""
-    page = slides.make_deck(ROOT / "notebooks" / "04_bucketed_ddp.ipynb")
-    markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
-    assert (
-        re.findall(r"""<(?:img|link|script)[^>]*(?:src|href)=["'](?!data:)|@import|url\((?!["']?data:)""", markup) == []
-    )
+def test_a_deck_needs_no_other_file(slides: ModuleType) -> None:
+    """Decks contain scripts, styles, pictures, figures, formulas and outputs, and notes with the run sheet."""
+    for name in ("00_overview", "04_bucketed_ddp"):
+        page = slides.make_deck(ROOT / "notebooks" / f"{name}.ipynb")
+        markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+        loaded = r"""<(?:img|link|script)[^>]*(?:src|href)=["'](?!data:)|@import|url\((?!["']?data:)"""
+        assert re.findall(loaded, markup) == []
     assert "Reveal.initialize(" in page and 'src="data:image/svg+xml' in page and "data:image/png" in page
     assert "the first buckets at 10 MiB:" in page
     notes = re.findall(r'<aside class="notes">(.*?)</aside>', page, re.DOTALL)
