@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-LOCK = Path(__file__).parents[1] / "requirements.txt"
+LOCK = Path(__file__).resolve().parents[1] / "requirements.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 UV = (sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.10")
 

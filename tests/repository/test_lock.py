@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 
 import hang_guard
 import pytest
@@ -60,6 +61,15 @@ def test_the_lock_contains_what_is_declared_and_needed_with_hashes_and_nothing_e
         assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), requirement
         lines = [line.removesuffix(" \\") for line in entry.splitlines()[1:] if not line.startswith("    #")]
         assert lines and all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", line) for line in lines), requirement
+
+
+def test_the_simulators_build_finds_its_packages(tmp_path):
+    script = (ROOT / "tools" / "gpu_sim" / "build.sh").read_text()
+    [path] = re.findall(r'"\$here/(\S+)" \$needed', script)
+    [needed] = re.findall(r'^needed="(.*)"$', script, re.MULTILINE)
+    command = [sys.executable, ROOT / "tools" / "gpu_sim" / path, *needed.split()]
+    printed = hang_guard.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert {*needed.split()} <= {*re.findall(r"^([\w-]+)==", printed, re.MULTILINE)}
 
 
 def test_nothing_that_an_installed_package_needs_is_missing_from_the_lock():
