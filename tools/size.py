@@ -12,7 +12,7 @@ from pathlib import Path
 
 from brigade.course.table.modules import ROOT
 
-LINES = {"brigade": 22_380, "tests": 43_800}  # of Python
+LINES = {"brigade": 22_380, "tests": 43_807}  # of Python
 MOST_IN_A_FILE, MOST_IN_A_FUNCTION = 480, 67  # lines, in brigade
 SHOWN = 10
 

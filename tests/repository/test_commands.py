@@ -20,6 +20,7 @@ from documents import documents, read_markdown
 
 from brigade.course.cli import main as cli
 from brigade.course.table.modules import ROOT
+from tools import promises
 
 PROGRAMS = (
     "brigade", "make", "python", "python3", "pytest", "jupyter", "torchrun", "sbatch", "pip", "source", "grep", "ip",
@@ -121,3 +122,8 @@ def expect_python(arguments: list[str]) -> None:
         assert read_help(program)
     else:
         assert (ROOT / program).is_file()
+
+
+@pytest.mark.parametrize("command", ["brigade check --help", "brigade.lab.cli.demo --help"])
+def test_what_make_promises_runs_exists(command):
+    assert promises.run(command) > 0
