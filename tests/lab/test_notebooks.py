@@ -281,9 +281,9 @@ def slides() -> ModuleType:
 
 def test_a_deck_needs_no_other_file(slides: ModuleType) -> None:
     """Decks contain scripts, styles, pictures, figures, formulas and outputs, and notes with the run sheet."""
-    for name in ("00_overview", "04_bucketed_ddp"):
-        page = slides.make_deck(ROOT / "notebooks" / f"{name}.ipynb")
-        markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    page = slides.make_deck(ROOT / "notebooks" / "04_bucketed_ddp.ipynb")
+    for deck in (page, slides.make_deck(ROOT / "notebooks" / "00_overview.ipynb")):
+        markup = re.sub(r"<script>.*?</script>", "", deck, flags=re.DOTALL)
         loaded = r"""<(?:img|link|script)[^>]*(?:src|href)=["'](?!data:)|@import|url\((?!["']?data:)"""
         assert re.findall(loaded, markup) == []
     assert "Reveal.initialize(" in page and 'src="data:image/svg+xml' in page and "data:image/png" in page

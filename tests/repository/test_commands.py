@@ -20,7 +20,6 @@ from documents import documents, read_markdown
 
 from brigade.course.cli import main as cli
 from brigade.course.table.modules import ROOT
-from tools import promises
 
 PROGRAMS = (
     "brigade", "make", "python", "python3", "pytest", "jupyter", "torchrun", "sbatch", "pip", "source", "grep", "ip",
@@ -124,6 +123,7 @@ def expect_python(arguments: list[str]) -> None:
         assert (ROOT / program).is_file()
 
 
-@pytest.mark.parametrize("command", ["brigade check --help", "brigade.lab.cli.demo --help"])
-def test_what_make_promises_runs_exists(command):
-    assert promises.run(command) > 0
+def test_what_make_promises_runs_exists():
+    from tools import promises  # it imports torch, which nothing else in this file needs
+
+    assert all(promises.run(command) > 0 for command in ("brigade check --help", "brigade.lab.cli.demo --help"))
